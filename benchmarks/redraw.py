@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the pictures of earlier benchmark runs again, from the JSON of the runs.
 
-`python -m stratakv.benchmarks.redraw FILE.json ...` writes FILE.png, or with `--svg` FILE.svg, next
-to each file."""
+`python -m stratakv.benchmarks.redraw FILE.json ...` writes FILE.png, or with `--svg` FILE.svg."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ _DRAW = {
 
 
 def draw(report: Report, path: Path) -> list[Path]:
-    """Draw a run's figures: one picture at `path`, or for a GPU run one picture per section in its
+    """Draw a run's figures: one picture at `path`, or for a GPU run one per section in its
     folder."""
     if report.name == "gpu":
         results = Results(report, path.parent)

@@ -68,8 +68,7 @@ All four on this machine, for a try: deploy/cluster.sh --demo"""
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer, the numbers of cached and loaded prompt tokens, and the time to the first
-    token."""
+    """An answer, its cached and loaded prompt tokens, and the time to its first token."""
 
     text: str
     first_token_seconds: float
@@ -134,7 +133,7 @@ def demo(model: str | None) -> None:
 
 
 def compare(ports: Ports, sentences: int) -> bool:
-    """Send one prompt to a node and to the proxy, and print a row; return whether the answers are
+    """Send one prompt to a node and to the proxy, print a row; return whether the answers are
     equal."""
     prompt = f"The log of {sentences} days. " + STORY * sentences
     alone = ask("decode node", ports.decode, prompt, salt="alone")

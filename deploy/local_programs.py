@@ -45,8 +45,7 @@ class Program:
         self.name = name
         self.log = log
         with log.open("wb") as sink:
-            # Each program has its own process group, so that Ctrl-C does not end all programs at
-            # the same time.
+            # Each program has its own process group, so that Ctrl-C does not end all at once.
             self._process = subprocess.Popen(
                 [*COMMAND, *words],
                 stdin=subprocess.DEVNULL,
@@ -118,8 +117,7 @@ class Programs(list[Program]):
         return self.start(name, [*words, *tiers, "--kv-offload-cpu-bytes", "128MiB", *flags])
 
     def end(self) -> None:
-        """End all programs, the last one first, so that the cache server gets the engines' last
-        blocks."""
+        """End all programs, the last one first, so that the cache server gets all blocks."""
         for number in SIGNALS:  # a second signal must not interrupt the ending
             signal.signal(number, signal.SIG_IGN)
         for program in reversed(self):
@@ -128,8 +126,7 @@ class Programs(list[Program]):
 
 @contextlib.contextmanager
 def programs() -> Iterator[Programs]:
-    """Yield an empty list for programs. At the end of the context, all programs in the list are
-    ended."""
+    """Yield an empty list for programs. On exit, all programs in the list are ended."""
     with tempfile.TemporaryDirectory(prefix="stratakv-deploy-") as folder:
         started = Programs(Path(folder))
         try:
@@ -140,8 +137,7 @@ def programs() -> Iterator[Programs]:
 
 @contextlib.contextmanager
 def _signals_later() -> Iterator[None]:
-    """Delay signals: a signal that arrives inside the context raises Told at the end of the
-    context."""
+    """Delay signals: a signal inside the context raises Told at the context's end."""
     came: list[int] = []
     before = [signal.signal(number, lambda *_: came.append(1)) for number in SIGNALS]
     try:

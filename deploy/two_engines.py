@@ -118,8 +118,7 @@ def how_to_try(ports: tuple[int, int], cache_port: int) -> str:
 
 
 def demo(ports: tuple[int, int]) -> None:
-    """Send a prompt to one engine, and the prompt with its answer and more text to the other
-    engine."""
+    """Send a prompt to one engine, and prompt, answer and more text to the other engine."""
     text = STORY * 40
     answer = complete("first", ports[0], text)
     wait_shared(ports[0])

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a layer's KV pool and scales, for kernels that read or write the pool.
 
-The checks read shapes, types, strides and devices, never contents, so a check does not wait for a
-GPU."""
+The checks read shapes, types, strides and devices, never contents, so a check waits for no GPU."""
 
 from __future__ import annotations
 

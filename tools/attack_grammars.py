@@ -45,8 +45,7 @@ Grammar = dict[str, Any]
 
 
 def hostile_grammars(number: int) -> dict[str, Grammar]:
-    """Return sixty hostile grammars by name; each `number` gives grammars that no cache
-    contains."""
+    """Return sixty hostile grammars by name; each `number` gives new grammars for all caches."""
     made: dict[str, Grammar] = {}
     for kind in (_regexes, _schemas, _rules, _choices):
         for name, grammar in kind(number):
@@ -198,8 +197,7 @@ class Served:
         return sum(len(_files(f"/proc/{pid}/task")) for pid in found), sorted(found)
 
     def stop(self) -> bool:
-        """Stop the server by SIGTERM; return whether the server and all its descendants ended in
-        time."""
+        """Stop the server by SIGTERM; return whether it and all its descendants ended in time."""
         _, pids = self.threads_and_processes()
         self.process.send_signal(signal.SIGTERM)
         try:
@@ -234,8 +232,7 @@ def percentile(values: list[float], percent: float) -> float:
 
 
 def _beside_free_requests(served: Served, seconds: float) -> list[float]:
-    """Return the seconds between tokens of a stream while NUM_CLIENTS clients without grammars
-    run."""
+    """Return a stream's seconds between tokens while NUM_CLIENTS clients without grammars run."""
     end = time.monotonic() + seconds
 
     def ask(client: int) -> None:

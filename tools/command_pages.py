@@ -67,8 +67,7 @@ def rows_of_parser(add_arguments: Callable[[Parser], None] | None) -> Iterator[R
 
 
 def rows_of_benchmark(name: str) -> Iterator[Row]:
-    """Yield the rows of a benchmark's own flags, without `--quick` and `--out`, which all
-    benchmarks have."""
+    """Yield the rows of a benchmark's own flags, without the common `--quick` and `--out`."""
     module = importlib.import_module(bench.BENCHMARKS[name], bench.__package__)
     yield Row("--quick", "off", "switch", "a small form, for a demonstration")
     yield Row("--out", f"`build/bench/{name}`", "directory", "where the results go")

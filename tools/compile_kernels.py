@@ -69,8 +69,7 @@ def read_from(path: Path) -> Iterator[Any]:
 def compile_for(configuration: Any, target: int) -> tuple[dict[str, Any], bytes]:
     """Compile a configuration; return the compiler's figures and the machine code.
 
-    The figures include the number of warps and the work of a tile, so that `kernel_model.py` needs
-    only the table."""
+    The figures include the number of warps and the work of a tile, for `kernel_model.py`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -158,8 +157,7 @@ def faults(
 
 
 def worse(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each cost of a compiled configuration that exceeds the cost in the
-    table."""
+    """Yield a sentence for each cost of a compiled configuration above the cost in the table."""
     if after["programs"] < before["programs"]:
         yield (
             f"expected room for {before['programs']} programs on a multiprocessor as before, "
@@ -173,7 +171,7 @@ def worse(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
 def compile_all(
     configurations: list[Any], known: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return the new table of resources, all exceeded limits, and all costs that exceed those of
+    """Return the new table of resources, all exceeded limits, and all costs above those of
     `known`."""
     import triton
 
@@ -198,8 +196,7 @@ def compile_all(
 
 
 def _rows(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the version of Triton that wrote a table, and the table's rows; empty without a
-    table."""
+    """Return the version of Triton that wrote a table, and its rows; empty without a table."""
     if not path.exists():
         return "", {}
     table = json.loads(path.read_text())
@@ -207,8 +204,7 @@ def _rows(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _text(table: dict[str, Any]) -> str:
-    """Return the table as JSON, with a line for each target of a configuration and each pass of a
-    loop."""
+    """Return the table as JSON, a line for each target of a configuration and pass of a loop."""
     rows = []
     for name, row in sorted(table["configurations"].items()):
         targets = []

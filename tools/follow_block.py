@@ -44,8 +44,7 @@ NUM_OTHERS = 8  # other prompts, with twice the blocks of pool and slab together
 
 
 class Follower:
-    """A profiler that records every call while `is_on`, in threads that start after its
-    creation."""
+    """A profiler that records every call while `is_on`, in threads that start later."""
 
     def __init__(self) -> None:
         self.is_on = False

@@ -75,8 +75,7 @@ class Walk:
 
 
 class Follower:
-    """A profiler that records the calls below the roots of a walk, on any thread and in
-    coroutines."""
+    """A profiler that records calls below the roots of a walk, in any thread or coroutine."""
 
     def __init__(self, walk: Walk) -> None:
         import stratakv
@@ -137,8 +136,7 @@ class Follower:
 
 
 def stays(walk: Walk, calls: Sequence[Call]) -> list[tuple[str, list[str]]]:
-    """Return the stays: files in the order of reading, each with the functions that are opened in
-    the stay."""
+    """Return the stays: files in the order of reading, each with the functions that are opened."""
     found: list[tuple[str, list[str]]] = []
     opened: set[tuple[str, str]] = set()
 
@@ -206,8 +204,7 @@ def _command(*words: str) -> None:
 
 
 def _free_port() -> int:
-    """Return a free port below the range of the system's client ports. Another process may still
-    take the port."""
+    """Return a free port, below the system's client ports, which another process may take."""
     for port in random.sample(range(15_000, 30_000), 100):
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("127.0.0.1", port))
@@ -216,8 +213,7 @@ def _free_port() -> int:
 
 
 def _chat(follower: Follower) -> None:
-    """Run a server in this thread, and in another thread a client that requests one streamed
-    answer."""
+    """Run a server in this thread, and in another thread a client with one streamed request."""
     port = _free_port()
     # So many tokens that the first output, at which the walk ends, is never the last output.
     body = {

@@ -55,8 +55,8 @@ def versions() -> dict[str, str]:
 
 
 def imports() -> dict[str, str]:
-    """Import each module that the steps need; return the results. Raises RuntimeError if an import
-    fails."""
+    """Import each module that the steps need; return the results. Raises RuntimeError for
+    failures."""
     found = {}
     for name in MODULES:
         try:

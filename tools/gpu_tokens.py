@@ -122,8 +122,7 @@ class Answers:
 
 
 def agreed(ones: Answers, others: Answers) -> int:
-    """Return the number of tokens before the first difference in each answer, summed over all
-    answers."""
+    """Return the total number of tokens before the first difference in each answer."""
     count = 0
     for one, other in zip(ones.tokens, others.tokens, strict=True):
         for mine, theirs in zip(one, other, strict=False):
@@ -202,8 +201,7 @@ class Session:
         self._device = device
         self._is_gpu = device != "cpu"
         self._prompts = make_prompts(NUM_PROMPTS[device])
-        # Also on the CPU, kernels compute attention; only the reference computes attention over
-        # gathered K and V.
+        # Kernels compute attention also on the CPU, except for the reference (gathered K and V).
         self._float64: dict[str, Any] = {"dtype": "float64", "attention_backend": "kernels"}
         self._bfloat16: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "kernels"}
         if self._is_gpu:
@@ -268,8 +266,7 @@ class Session:
             "start": round(start, 2),
             "first_answers": first.seconds,
             "second_answers": second.seconds,
-            # All prompts have the same length, so only the first prompt of a round waits for the
-            # compiler.
+            # Prompts have the same length, so only a round's first waits for the compiler.
             "of_the_compiler": round(compiler, 3),
         }
         self.report.near("bfloat16: out of the pool nearly as computed", second, first)
@@ -310,8 +307,7 @@ class Session:
         self.report.near("bfloat16: launched steps nearly as recorded ones", got, expected)
 
     def library(self) -> None:
-        """Check prompts of one long chunk, for which torch computes attention over gathered K and
-        V."""
+        """Check prompts of one long chunk, with torch's attention over gathered K and V."""
         ones, others = self._prompts[::2], self._prompts[1::2]
         prompts = [one + other for one, other in zip(ones, others, strict=True)]
         options = self._bfloat16 | {
@@ -326,8 +322,7 @@ class Session:
         self.report.near("bfloat16: chunks by a library nearly as by the kernel", got, expected)
 
     def sized(self) -> None:
-        """Check that a pool whose size the engine chooses is within its share of the device's
-        memory."""
+        """Check that a pool of the engine's own size is within its share of the device's memory."""
         import torch
 
         expected = _needed(self._recorded)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts properties that make the code hard to read: those of `house_counts.py`, and forbidden
-words.
+"""Counts what makes the code hard to read: the counts of `house_counts.py`, and forbidden words.
 
     python tools/house.py           one line for each count
     python tools/house.py --list    every finding behind it

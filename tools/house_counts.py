@@ -67,8 +67,7 @@ class Module:
         return self.path.startswith(FLOORS) and not self.path.startswith(APART)
 
     def of_kind(self, *kinds: type[Node]) -> Iterator[Node]:
-        """Return all syntax nodes of the module, at any depth, that have one of the types
-        `kinds`."""
+        """Return all syntax nodes of the module, at any depth, of one of the types `kinds`."""
         return (node for node in self.nodes if isinstance(node, kinds))
 
 
@@ -138,8 +137,7 @@ def glued_constants(module: Module) -> Iterator[str]:
 
 
 def floating_comments(module: Module) -> Iterator[str]:
-    """Yield comments without indentation, below the head of the file, that an empty line
-    follows."""
+    """Yield unindented comments, below the head of the file, that an empty line follows."""
     lines = module.text.splitlines()
     first = 0
     while first < len(lines):

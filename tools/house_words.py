@@ -3,8 +3,7 @@
 
 A rule is a pattern that is matched with an identifier's words in lower case ("make room" for
 `_make_room` and `MakeRoom`) or with the identifier itself. If a word is also ordinary English, its
-rule names the folders or kinds of names that are checked, and a comment explains the allowed
-uses."""
+rule names the folders or kinds of names that are checked, and has a comment."""
 
 from __future__ import annotations
 
@@ -101,8 +100,7 @@ _MODULES = frozenset({Kind.MODULE})
 _SERVER = ("tiers/remote/", "tiers/cache_server/")
 
 NOW = Rules(
-    # In tests/tiers/ssd, a ledger records what a store has confirmed; in tools/, a credit names
-    # authors.
+    # In tests/tiers/ssd, a ledger has confirmed writes; in tools/, a credit names authors.
     Rule("ledgers?|credit(?:s|ed)?", "PrefillSavings, record", where=("engine/",)),
     # A benchmark reports figures, so the rule is only for the engine's class and its attributes.
     Rule("_?Figures|_figures", "CoreStats", exact=True, where=("engine/",)),
@@ -149,8 +147,7 @@ NOW = Rules(
     Rule("nearest", "suggest", exact=True, kinds=_DEFINED, tests=False),
     Rule("patience", "max_wait_seconds"),
     # The rule is for transports in the cache server's benchmark. "One way" and "both ways" are
-    # directions; in benchmarks/gpu a way is a method of computing a step, in connector/device of
-    # copying bytes.
+    # directions; in benchmarks/gpu and connector/device, a way is a method of computing or copying.
     Rule("(?<!one )(?<!both )ways?", "transport", where=("benchmarks/",), but=("benchmarks/gpu",)),
     Rule("crews?", "clients"),
     Rule("contests?", "comparison"),

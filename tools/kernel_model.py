@@ -81,13 +81,12 @@ class Prediction(NamedTuple):
 
     @property
     def best(self) -> float:
-        """The share of the limiting resource's rate that the kernel reaches if all terms
-        overlap."""
+        """The share of the limiting resource's rate with overlap of all terms."""
         return self.useful / max(self.cycles.values())
 
     @property
     def worst(self) -> float:
-        """The share of the limiting resource's rate that the kernel reaches if no terms overlap."""
+        """The share of the limiting resource's rate without overlap of terms."""
         return self.useful / sum(self.cycles.values())
 
 
@@ -124,8 +123,8 @@ def _tensor_cycles(instruction: str, count: int) -> float:
 
 
 def used(name: str, found: dict[str, Any], requests: int, tokens: int) -> tuple[int, float]:
-    """Return the number of splits of a context, and the share of a GPU's capacity that the waves of
-    programs use."""
+    """Return the number of splits of a context, and the used share of a GPU in waves of
+    programs."""
     _, pool, head_dim, *_ = name.split(".")
     element = {"fp8e4nv": 1, "bf16": 2, "fp16": 2, "fp32": 4}[pool]
     tile = found["tile_bytes"] // (2 * int(head_dim[1:]) * element)  # tokens, each with K and V
@@ -154,8 +153,7 @@ def of_one_tile(rows: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def of_cases(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a Markdown table of the decode of whole batches on an H200, as shares of a copy's
-    rate."""
+    """Return a Markdown table of decode of whole batches on an H200, as shares of a copy's rate."""
     names = [name for name in rows if name.startswith("paged_decode")]
     lines = [
         f"| kernel | {' | '.join(name for name, _, _ in CASES)} |",

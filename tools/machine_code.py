@@ -4,8 +4,8 @@
 NVIDIA's disassembler, which Triton contains, prints the instructions of many kernels in one call,
 because each call takes a third of a processor second. A loop is the code from a backward branch's
 target to the branch. A loop that contains another loop is not counted, nor is a loop without matrix
-products or copies if another loop has matrix products or copies. A kernel without a counted loop is
-one pass.
+products or copies if another loop has matrix products or copies. Without a counted loop, a kernel
+is one pass.
 
     instructions   of one warp, including instructions that a predicate may skip
     barriers       for all warps of a program
@@ -88,8 +88,7 @@ def _text(cubin: bytes) -> bytes:
 
 
 def read(printed: str, lengths: Sequence[int]) -> list[list[Instruction]]:
-    """Return the instructions of several kernels in one disassembly; `lengths` has the size of each
-    kernel."""
+    """Return the instructions of several kernels in one disassembly; `lengths` has their sizes."""
     lines = [(line["opcode"], line["operands"]) for line in _LINE.finditer(printed)]
     if len(lines) != sum(lengths):
         raise ValueError(f"expected {sum(lengths)} instructions, the disassembler has {len(lines)}")
@@ -124,8 +123,7 @@ def passes(code: Sequence[Instruction]) -> list[dict[str, Any]]:
 
 
 def _work(loop: Sequence[Instruction]) -> int:
-    """Return the rank of a loop: 2 with matrix products or copies, 1 with loads or stores,
-    otherwise 0."""
+    """Return the rank of a loop: 2 with matrix products or copies, 1 with loads or stores, or 0."""
     found = {one.mnemonic for one in loop}
     return 2 if found & {*_MATRIX, "LDGSTS"} else 1 if found & _GLOBAL else 0
 
@@ -176,8 +174,7 @@ def worse(before: Sequence[Any], after: Sequence[Any]) -> Iterator[str]:
 
 
 def _narrower(old: dict[str, int], new: dict[str, int], where: str) -> Iterator[str]:
-    """Yield a sentence for each kind of access that moves fewer bits with its earlier widest
-    width."""
+    """Yield a sentence for each kind of access that moves fewer bits in its earlier widest form."""
     for kind in sorted({key.partition(".")[0] for key in old}):
         widest = max(_bits(kind, old))
         if _carried(kind, new, widest) < _carried(kind, old, widest):

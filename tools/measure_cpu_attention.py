@@ -56,8 +56,7 @@ def timed(work: Callable[[], object]) -> Timed:
 def in_turns(
     first: Callable[[], object], second: Callable[[], object], pairs: int
 ) -> tuple[Timed, Timed, Timed]:
-    """Return the median times of `first` and `second`, and the median of second over first in a
-    pair."""
+    """Return the median times of `first` and `second`, and the median ratio second over first."""
     first(), second()
     found = [(timed(first), timed(second)) for _ in range(pairs)]
 

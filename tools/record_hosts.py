@@ -90,8 +90,7 @@ def _class(node: ast.ClassDef) -> dict[str, Any]:
 
 
 def _parameters(args: ast.arguments) -> list[list[Any]]:
-    """Return each parameter's name, and whether it has a default; the first parameter is left
-    out."""
+    """Return the name of each parameter after the first, and whether it has a default."""
     positional = [*args.posonlyargs, *args.args]
     first_default = len(positional) - len(args.defaults)
     made: list[list[Any]] = [[each.arg, i >= first_default] for i, each in enumerate(positional)]
@@ -114,8 +113,7 @@ def _arguments(tree: ast.Module, name: str) -> list[list[str]]:
 
 
 def _open(host: str, place: Path) -> tuple[Source, str] | None:
-    """Return a reader of the host's files in `place`, and the host's version; None if the host is
-    missing."""
+    """Return a reader of the host's files in `place`, and its version; None without the host."""
     if place.suffix == ".whl":
         if not place.name.startswith(host + "-"):
             return None

@@ -137,8 +137,7 @@ def _class(node: ast.ClassDef) -> dict[str, Any]:
 
 
 def _parameters(args: ast.arguments) -> list[list[Any]]:
-    """Return each parameter's name and kind, and whether it has a default; the first is left
-    out."""
+    """Return name and kind of each parameter after the first, and whether it has a default."""
     positional = [*args.posonlyargs, *args.args]
     first_default = len(positional) - len(args.defaults)
     made: list[list[Any]] = [

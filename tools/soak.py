@@ -43,8 +43,7 @@ CACHE_SERVER_SECONDS = 300.0  # between two restarts, or a fifth of the test
 MOST_GROWTH = 1.05
 # Name in the tool's JSON → name in /proc/PID/smaps_rollup.
 OF_BYTES = {"anonymous_bytes": "Pss_Anon", "file_bytes": "Pss_File", "shared_bytes": "Pss_Shmem"}
-# Growth that is allowed in addition to MOST_GROWTH: two idle processes with their threads and
-# descriptors.
+# Growth that is allowed besides MOST_GROWTH: two idle processes with threads and descriptors.
 MOST_IDLE = {"bytes": 0, "processes": 2, "threads": 2, "descriptors": 4}
 FREE = ["--no-enable-prefix-caching"]
 TIERS = ["--kv-offload-cpu-bytes", "64MiB", "--kv-offload-ssd-bytes", "1GiB", "--num-blocks", "500"]

@@ -6,7 +6,7 @@ tokens but still ends with a learning rate of zero. Most of the time is for sequ
 the last part for sequences of 4,096. The result is a Hugging Face folder. The model card and the
 licence note are written by hand.
 
-The tool uses neither the engine nor a GPU. `--docs` names a local folder with CPython's RST
+The tool uses neither the engine nor a GPU. `--docs` names a local folder of CPython's RST
 sources."""
 
 from __future__ import annotations
@@ -78,8 +78,7 @@ def checked(p: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 class Windows:
-    """An endless sequence of windows over a token stream; window k depends only on k and the
-    stream."""
+    """Endless windows over a token stream; window k depends only on k and the stream."""
 
     def __init__(self, stream: Tensor, length: int, start: int = 0) -> None:
         if len(stream) < 2 * length + 2:
@@ -107,15 +106,13 @@ class Windows:
 
 
 def rate(progress: float) -> float:
-    """Return the factor of the learning rate at a share of the time: a short warm-up, then linear
-    to 0."""
+    """Return the factor of the learning rate at a share of the time: warm-up, then linear to 0."""
     warm = 0.02
     return progress / warm if progress < warm else max(0.0, (1.0 - progress) / (1.0 - warm))
 
 
 def optimisers(model: Llama, lr: float) -> list[torch.optim.Optimizer]:
-    """Return Muon, which learns more per token, for the matrices of the layers, and AdamW for all
-    other parameters."""
+    """Return Muon, which learns more per token, for the layers' matrices; AdamW for the rest."""
     named = list(model.named_parameters())
     inner = [p for n, p in named if p.dim() == 2 and "embed" not in n]
     embedding = {"params": [p for n, p in named if "embed" in n], "weight_decay": 0.1}
@@ -175,16 +172,14 @@ def export(out: Path, model: Llama, tokenizer: Tokenizer) -> None:
 
 
 def encode(tokenizer: Tokenizer, documents: list[corpus.Document]) -> Tensor:
-    """Return all documents as one token stream, with the end token before and after each
-    document."""
+    """Return all documents as one token stream, each between two end tokens."""
     end = corpus.end_id(tokenizer)
     encoded = tokenizer.encode_batch([d.text for d in documents])
     return torch.tensor([end] + [i for e in encoded for i in (*e.ids, end)], dtype=torch.int32)
 
 
 def prepare(args: argparse.Namespace) -> tuple[Tokenizer, Tensor, Tensor, int]:
-    """Return the tokenizer, the training stream, the held-out stream and the size of the held-out
-    text in bytes."""
+    """Return the tokenizer, the training and held-out streams, and the held-out text's bytes."""
     train, held = corpus.gather(args.docs, HELD_OUT_SHARE)
     if not args.docs:
         print("No --docs folder: only the standard library's docstrings are used.", flush=True)
@@ -219,8 +214,8 @@ def gradients(model: Llama, loss_of: Callable[..., Tensor], windows: Windows, to
 
 
 def compiled(model: Llama, args: argparse.Namespace) -> Callable[..., Tensor]:
-    """Return the model's forward pass, compiled, which is about 1.5 times as fast, if there is a
-    C++ compiler."""
+    """Return the model's forward pass, compiled (about 1.5 times as fast) if a C++ compiler
+    exists."""
     if args.no_compile or not shutil.which(os.environ.get("CXX", "g++")):
         print("torch.compile is not used.", flush=True)
         return model

@@ -72,8 +72,7 @@ class Scene:
 
 
 def compare(runs: Sequence[Sequence[Job]], scene: Scene) -> dict[str, Any]:
-    """Return the figures of each policy on the same jobs: token sums, times of each run, and
-    ratios."""
+    """Return each policy's figures on the same jobs: token sums, times of each run, and ratios."""
     found: list[list[Outcome]] = []
     for jobs in runs:
         simulations = [

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulation of agents' jobs with one engine's scheduler, cache manager and policy, in virtual
-time.
+"""A simulation of agents' jobs in virtual time, with an engine's scheduler and cache manager.
 
 Scheduler, cache manager, policies and pins are the engine's own. No model is computed: a step takes
 a fixed time and a fixed time for each token, and the job defines the length of each answer. The CPU

@@ -39,8 +39,7 @@ from .nodes import (
 
 MIB = 2**20
 BLOCK_TOKENS = 16
-# Two tokens, because a ticket may contain the first token, while the second token needs the blocks
-# of the prompt.
+# Two tokens, because a ticket may contain the first, but the second needs the prompt's blocks.
 OUTPUT_TOKENS = 2
 # A model with random weights, much KV and little computation, so that the time of a hand-over
 # through a link depends only on bytes.
@@ -323,8 +322,8 @@ class Arrival(NamedTuple):
 
 
 def make_arrivals(scale: Scale, seed: int) -> list[Arrival]:
-    """Return arrivals of short chats and of long prompts: two Poisson processes, with at least one
-    arrival each."""
+    """Return arrivals of chats and of long prompts, two Poisson processes of at least one
+    arrival."""
     rng = random.Random(f"arrivals {seed}")
     chats = (scale.chats_per_second, *scale.chat_tokens)
     longs = (scale.longs_per_second, scale.prompt_tokens, scale.long_answer_tokens)

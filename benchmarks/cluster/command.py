@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench cluster`: measures prompts that one node computes and another node answers, on
-one machine.
+"""`stratakv bench cluster`: measures prompts that one node computes and another answers.
 
 handover_over_recompute   The time from the request at the router to the second token, less the
     router's seconds for the prefill node's acknowledged answer, divided by the decode node's time

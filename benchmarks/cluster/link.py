@@ -77,8 +77,7 @@ class Link:
 
 
 class Bucket:
-    """The token bucket of one direction. A thread takes bytes from the bucket before it sends
-    them."""
+    """The token bucket of one direction. A thread takes bytes before it sends them."""
 
     def __init__(self) -> None:
         self.bytes_per_second = 0.0

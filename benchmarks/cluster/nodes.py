@@ -120,8 +120,7 @@ def open_router(prefill: Sequence[Node], decode: Sequence[Node], scratch: Path) 
 
 
 def body_of(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
-    """Return the body of a request with a new cache salt, so that no cache has blocks of the
-    request."""
+    """Return the body of a request with a new cache salt, so that no cache has its blocks."""
     fields = {"prompt": list(prompt), "max_tokens": max_tokens, "return_token_ids": True}
     return fields | GREEDY | {"cache_salt": f"bench-{os.getpid()}-{next(_SALTS)}"}
 

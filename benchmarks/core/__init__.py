@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench core`: the speed at which the engine hashes blocks, allocates blocks and
-schedules steps.
+"""`stratakv bench core`: the speed of hashing blocks, allocating blocks and scheduling steps.
 
 No model is computed. The real block hasher, cache manager and scheduler run with generated answers
 of a worker, or the whole engine runs with a simulated device (`device.py`). All figures are

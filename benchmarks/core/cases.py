@@ -49,8 +49,7 @@ class WrongWork(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The work of a figure: `work` processes `count` units; `prepare` runs before it and is not
-    timed."""
+    """The work of a figure: `work` processes `count` units after `prepare`, which is not timed."""
 
     name: str
     unit: str
@@ -60,8 +59,7 @@ class Case:
 
 
 def hash_cases(num_tokens: int) -> list[Case]:
-    """Return cases that hash the same tokens by each method, and a case of SHA-256 alone, the
-    limit."""
+    """Return cases that hash the same tokens by each method, and the limit, SHA-256 alone."""
     tokens = _tokens(np.random.default_rng(SEED), num_tokens)
     request = Request("hash", tokens, SamplingParams(max_tokens=1))
     ids: list[int] = tokens.tolist()
@@ -99,8 +97,8 @@ def cycle_case(
     num_tokens: int = PROMPT_TOKENS,
 ) -> Case:
     """Return a case that looks up, allocates and frees requests whose first half is cached. The
-    second half of a request takes blocks of an older request, so every cycle also removes and adds
-    block hashes."""
+    second half of a request takes blocks of an older request, so a cycle removes and adds block
+    hashes."""
     rng = np.random.default_rng(SEED)
     half = num_tokens // 2
     prefix = _tokens(rng, half)
@@ -120,8 +118,8 @@ def cycle_case(
 
 
 def evicting_case(count: int) -> Case:
-    """Return a case of cycles with uncached requests and a full pool: each allocated block evicts a
-    cached block."""
+    """Return a case of cycles with uncached requests and a full pool: each block evicts a cached
+    block."""
     rng = np.random.default_rng(SEED)
     requests = cycle([prompt(f"r{i}", _tokens(rng, PROMPT_TOKENS)) for i in range(REQUESTS)])
     manager = _manager(POOL_REQUESTS * PROMPT_BLOCKS)
@@ -140,8 +138,7 @@ def evicting_case(count: int) -> Case:
 
 
 def look_up_cases(count: int) -> list[Case]:
-    """Return the cases of look-ups of 4,096 cached tokens, and of 4,096 tokens that are not
-    cached."""
+    """Return the cases of look-ups of 4,096 cached tokens, and of 4,096 uncached tokens."""
     rng = np.random.default_rng(SEED)
     manager = _manager(2 * PROMPT_BLOCKS)
     known = prompt("known", _tokens(rng, PROMPT_TOKENS))
@@ -184,8 +181,7 @@ def step_case(
 
 
 def decode_lengths() -> list[int]:
-    """Return different lengths of prompts, so that in each step the same number of requests begins
-    a block."""
+    """Return lengths of prompts, with which the same number of requests begins a block per step."""
     return [DECODE_PROMPT_TOKENS + i % BLOCK_SIZE for i in range(NUM_RUNNING)]
 
 
@@ -200,8 +196,7 @@ class Decodes:
         attention: Sequence[LayerAttention] = ONE_GROUP,
     ) -> None:
         lengths = decode_lengths()
-        # More tokens than steps, because the step of the prompts also yields a token and no request
-        # may end.
+        # More tokens than steps, because the step of the prompts yields a token too.
         max_tokens = max_steps + 2
         longest = max(lengths) + max_tokens
         manager = KVCacheManager(
@@ -227,8 +222,7 @@ class Decodes:
         self.step(sum(lengths[:NUM_RUNNING]))
 
     def step(self, num_tokens: int = NUM_RUNNING) -> None:
-        """Run `schedule`, and update the scheduler from a generated answer of a worker. Raises
-        WrongWork."""
+        """Run `schedule`, and update the scheduler from a generated answer. Raises WrongWork."""
         scheduled = self.scheduler.schedule()
         outputs = self.scheduler.update_from_output(scheduled, self._sampled)
         done = (scheduled.total_num_scheduled_tokens, len(outputs), self.scheduler.num_running)
@@ -261,8 +255,7 @@ def _tokens(rng: np.random.Generator, count: int) -> TokenArray:
 
 
 def _manager(num_blocks: int, attention: Sequence[LayerAttention] = ONE_GROUP) -> KVCacheManager:
-    """Return a manager with `num_blocks` blocks for each group, so that all groups evict equally
-    old blocks."""
+    """Return a manager with `num_blocks` blocks per group: all groups evict equally old blocks."""
     return KVCacheManager(
         num_blocks * len(attention) + 1,
         BLOCK_SIZE,

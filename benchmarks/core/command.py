@@ -64,8 +64,7 @@ def device_cases(engines: Mapping[str, DeviceSteps]) -> list[Case]:
 
         return work
 
-    # The simulated device is idle while other cases run, so `prepare` fills the device's queue
-    # again.
+    # The simulated device is idle during other cases, so `prepare` refills its queue.
     return [
         Case(f"device_steps_{name}", "steps/s", _DEVICE_STEPS,
              stepping(engine, _DEVICE_STEPS), stepping(engine, _FILLING_STEPS))
@@ -245,8 +244,7 @@ def measure(report: Report, repeats: int, python: str | None = None) -> None:
         traced = stack.enter_context(traced_steps((trace_rounds + 1) * TURNS * _TRACED_STEPS))
         if peer is not None:
             cases = with_peers(cases, peer)
-        # The engine also freezes older objects before its first step, so that the collector skips
-        # them.
+        # As before the engine's first step, so that the collector skips all older objects.
         gc.collect()
         gc.freeze()
         try:
@@ -281,8 +279,7 @@ def with_peers(cases: Sequence[Case], peer: VllmPeer) -> list[Case]:
 
 
 def make_cases(repeats: int) -> list[Case]:
-    """Return the cases to measure. A case may be called once to warm up and `repeats` times after
-    it."""
+    """Return the cases to measure. A case may be called `repeats` times after a warm-up."""
     steps = (repeats + 1) * _STEPS
     return [
         *hash_cases(HASHED_TOKENS),

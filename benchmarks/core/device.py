@@ -49,8 +49,7 @@ _TIMER_SECONDS = 0.0005
 
 
 class ClockedExecutor(InProcessExecutor):
-    """An executor whose model computes nothing; each step takes a fixed time on a simulated
-    device."""
+    """An executor with a simulated device, which computes nothing and has a fixed time per step."""
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)

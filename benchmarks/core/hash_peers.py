@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 
 def pickle_sha256_chain(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Return the digests of the full blocks in `token_ids`; each digest is the parent of the
-    next."""
+    """Return the digests of the full blocks in `token_ids`, each the parent of the next."""
     digests = []
     for start in range(0, len(token_ids) - block_size + 1, block_size):
         block = (parent, tuple(token_ids[start : start + block_size]), None)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of a step trace for steps of 256 decodes: the same scheduler runs with and without the
-trace, in turns.
+"""The cost of a step trace for steps of 256 decodes, with and without the trace in turns.
 
     round     without   with ──── until all is written    without
 
 A round's ratio is the time of the turn with the trace over the mean of the two turns without it, so
 a machine that slows down does not change the ratio. The ratio of the two turns without the trace
 shows the noise, below which differences are meaningless. The two figures are the processor seconds
-of the whole process, whose writer thread makes and writes the records, and of the thread that runs
-the steps.
+of the whole process, whose writer thread makes and writes the records, and of the thread of the
+steps.
 """
 
 from __future__ import annotations

@@ -86,8 +86,7 @@ class VllmPeer(Child):
             raise PeerFailed(f"{error}: {advice} a Python interpreter that has it") from error
 
     def take(self, case: str, count: int) -> Seconds:
-        """Let the child process run `count` units of a case; return the seconds. Raises
-        PeerFailed."""
+        """Let the child run `count` units of a case; return the seconds. Raises PeerFailed."""
         self.send({"case": case, "count": count})
         return Seconds(**self.read(CASE_SECONDS))
 

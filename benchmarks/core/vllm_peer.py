@@ -160,8 +160,7 @@ class Bench:
         return work
 
     def _scheduler(self, lengths: Sequence[int], max_tokens: int) -> Any:
-        """Return a scheduler without asynchronous steps, as in StrataKV's case, and otherwise with
-        vLLM's defaults."""
+        """Return a scheduler without asynchronous steps, with vLLM's other defaults."""
         from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager

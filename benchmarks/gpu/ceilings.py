@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section that measures the GPU's limits: copies on the GPU, copies to and from the CPU, and a
-matrix product.
+"""The section that measures the GPU's limits: copies within, to and from the GPU, and products.
 
 The figures of the other sections are compared with the limits of the same run."""
 
@@ -96,8 +95,7 @@ def _time_pinned(
 
 
 def measure_matmul(place: Place, results: Results) -> None:
-    """Measure a bf16 product of random matrices, which need more power, and so more time, than
-    zeros."""
+    """Measure a bf16 product of random matrices, which need more power and time than zeros."""
     size = place.choose(8192, 8192, 64)
     generator = torch.Generator(place.device).manual_seed(SEED)
     a, b = (

@@ -74,8 +74,7 @@ def choose_sections(wanted: str | None) -> tuple[Section, ...]:
 
 
 def choose_place(arguments: argparse.Namespace) -> Place:
-    """Return the GPU, or the CPU for a rehearsal, as Place. Raises ConfigError if there is no
-    GPU."""
+    """Return the GPU, or the CPU for a rehearsal. Raises ConfigError if there is no GPU."""
     peers = Path(arguments.peers) if arguments.peers else None
     if peers is not None and not peers.is_dir():
         raise ConfigError(f"--peers takes a folder with installed packages, and {peers} is none")
@@ -93,8 +92,7 @@ def choose_place(arguments: argparse.Namespace) -> Place:
 
 
 def run_section(section: Section, place: Place, results: Results) -> bool:
-    """Run one section; return False if the section failed. Later sections run even after a
-    failure."""
+    """Run one section; return False if the section failed, after which later sections run."""
     print(f"{section.title} …", flush=True)
     place.start_section()
     try:
@@ -112,8 +110,7 @@ def run_section(section: Section, place: Place, results: Results) -> bool:
 
 
 def print_targets(sections: Sequence[Section], results: Results, place: Place) -> None:
-    """Print the table of targets: each target, its measured value, and whether the value meets the
-    target."""
+    """Print the table of targets: each target, its measured value, and whether it is met."""
     if place.is_rehearsal:
         print("a rehearsal on the CPU: no figure of it says anything about a GPU")
         return

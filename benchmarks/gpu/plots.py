@@ -17,8 +17,7 @@ DEVICE_COPY = "device_copy_gb_per_second"
 
 
 def draw_ceilings(rows: Sequence[Row], ceilings: Ceilings) -> Any:
-    """Draw bars of the page-locked copies by piece size; the title contains the remaining
-    limits."""
+    """Draw bars of the page-locked copies by piece size; the title has the remaining limits."""
     pinned = [row for row in rows if row["case"].startswith("pinned")]
     if not pinned:
         return None
@@ -56,8 +55,8 @@ def draw_copies(rows: Sequence[Row], ceilings: Ceilings) -> Any:
 
 
 def draw_interference(rows: Sequence[Row], _: Ceilings) -> Any:
-    """Draw, at the left, step times during copies over step times without copies; at the right, the
-    copies' rates."""
+    """Draw, at the left, step times during copies over times without copies; at the right,
+    rates."""
     figure, (times, rates) = _panels(2)
     names = [row["case"].replace(", ", ",\n") for row in rows]
     series = {
@@ -73,8 +72,7 @@ def draw_interference(rows: Sequence[Row], _: Ceilings) -> Any:
 
 
 def draw_steps(rows: Sequence[Row], _: Ceilings) -> Any:
-    """Draw, at the left, seconds of a step by batch; at the right, the bytes that a step reads per
-    second."""
+    """Draw, at the left, seconds of a step by batch; at the right, the bytes read per second."""
     figure, (times, rates) = _panels(2)
     found = {(row["way"], row["requests"], row["context"]): row for row in rows}
     batches = list(dict.fromkeys((row["requests"], row["context"]) for row in rows))
@@ -188,8 +186,7 @@ def draw_sweep(rows: Sequence[Row], _: Ceilings) -> Any:
 
 
 def draw_peers(rows: Sequence[Row], _: Ceilings) -> Any:
-    """Draw the time of StrataKV's kernel over each peer's time, by case; return None without a
-    peer."""
+    """Draw the kernel's time over each peer's time, by case; return None without a peer."""
     rows = [row for row in rows if row["peers"]]
     if not rows:
         return None

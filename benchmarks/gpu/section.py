@@ -65,8 +65,7 @@ class Place:
 
     @property
     def kernel(self) -> str:
-        """The name for the argument `kernel`: Triton's kernel on a GPU, the plain kernel in a
-        rehearsal."""
+        """The value for arguments `kernel`: Triton's on a GPU, plain in a rehearsal."""
         return "plain" if self.is_rehearsal else "triton"
 
     def synchronise(self) -> None:
@@ -83,8 +82,7 @@ class Place:
 def check_close(
     what: str, got: torch.Tensor, expected: torch.Tensor, *, absolute: float, relative: float = 0.0
 ) -> None:
-    """Raise WrongResult if `got` and `expected` differ, compared in float32; NaN is a
-    difference."""
+    """Raise WrongResult if `got` and `expected` differ in float32; NaN is a difference."""
     if got.shape != expected.shape:
         raise WrongResult(f"{what}: expected {list(expected.shape)}, got {list(got.shape)}")
     wide, right = got.float(), expected.to(got.device).float()

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A figure and its limit, measured in turn, so that other work of the machine affects figure and
-limit equally.
+"""A figure and its limit, measured in turn, so that other work affects the two equally.
 
     warm-up      round 0      round 1      round 2      round 3
     ours limit | ours limit | limit ours | ours limit | limit ours
@@ -9,8 +8,8 @@ limit equally.
 The figure is the median of the ratios within a round; the quartiles of the ratios show the spread.
 At every second boundary of rounds the limit runs twice in a row. The ratio of two consecutive runs
 of the limit would be 1 on an idle machine; the spread of this ratio shows which differences are
-meaningless. If a figure has several limits, the limit with the lowest median ratio, the strictest,
-is used."""
+meaningless. If a figure has several limits, the strictest, with the lowest median ratio, is
+used."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@
 
 A session sends its next request as soon as the previous request is answered. Failed requests are
 recorded and counted. During an answer, the client only stores the received pieces with their times,
-and parses the pieces at the end. On the machine of the server, parsing between events would count
-as latency."""
+and parses the pieces at the end. On the server's machine, parsing would count as latency."""
 
 from __future__ import annotations
 

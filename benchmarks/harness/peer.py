@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child processes of a benchmark that do measured work, among them peers: other programs with the
-same work.
+"""Child processes that do measured work, among them peers: other programs with the same work.
 
 The parent writes lines of JSON to the child's standard input and reads lines from the child's
 standard output. `Child` and `Peer` are for the parent, `answerer` and `serve` for the child. The
@@ -125,8 +124,7 @@ class Peer(Child):
     def run(
         self, mode: str, prompts: Sequence[list[int]], max_tokens: int, timeout_seconds: float
     ) -> PeerRun:
-        """Return greedy outputs of exactly `max_tokens` tokens for each prompt. Raises
-        PeerFailed."""
+        """Return greedy outputs of `max_tokens` tokens for each prompt. Raises PeerFailed."""
         self.send({"mode": mode, "prompts": list(prompts), "max_tokens": max_tokens})
         run = PeerRun(**self.read(timeout_seconds))
         if [len(ids) for ids in run.token_ids] != [max_tokens] * len(prompts):
@@ -151,8 +149,7 @@ Work = Callable[[str, list[list[int]], int], PeerRun]
 
 
 def serve(make_work: Callable[[Path, int], Work]) -> int:
-    """Run a peer: load the model, report readiness, then answer line by line until the input
-    ends."""
+    """Run a peer: load the model, report readiness, then answer lines until the input ends."""
     tell = answerer()
     try:
         work = make_work(Path(sys.argv[1]), int(sys.argv[2]))

@@ -48,8 +48,7 @@ def draw_bars(
     size: float = 8,
 ) -> None:
     """Draw a group of bars for each name, with one bar per series; a value of None has no bar. An
-    entry of `colours` is the colour of a series, or a list with a colour for each bar of the
-    series."""
+    entry of `colours` is the colour of a series, or a list with a colour for each bar."""
     width = 0.84 / len(series)
     for number, (label, values) in enumerate(series.items()):
         there = [place for place, value in enumerate(values) if value is not None]

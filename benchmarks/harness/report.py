@@ -77,8 +77,7 @@ class Report:
 
     @classmethod
     def read(cls, path: Path) -> Report:
-        """Return the report in the file `path`, which `write` has written. Raises OSError,
-        ValueError."""
+        """Return the report that `write` has written to `path`. Raises OSError, ValueError."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -184,8 +183,7 @@ def chosen(flag: str, given: str | None, known: Sequence[str]) -> list[str]:
 
 
 def tell_failure(name: str, error: object) -> None:
-    """Print a failure in red on standard error, without markup, because errors may contain
-    '.[test]'."""
+    """Print a failure in red on standard error; no markup, because of errors with '.[test]'."""
     console = Console(stderr=True)
     console.print(f"bench {name}: {error}", style="red", markup=False, soft_wrap=True)
 

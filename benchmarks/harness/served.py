@@ -35,8 +35,7 @@ OPENSSL = "openssl"
 
 
 class ServerFailed(RuntimeError):
-    """A server did not start or answered with an error; the message has the last lines of the
-    server's log."""
+    """A server did not start or answered with an error; the message has its log's last lines."""
 
 
 class Server:
@@ -190,8 +189,7 @@ def find_redis(given: str | None) -> tuple[str, str]:
 
 @contextmanager
 def certificate() -> Iterator[tuple[Path, Path]]:
-    """Yield a certificate for this host, valid for a day, and the certificate's key. Raises
-    WrongWork."""
+    """Yield a certificate for this host, valid for a day, and its key. Raises WrongWork."""
     with tempfile.TemporaryDirectory(prefix="stratakv-bench-") as folder:
         cert, key = Path(folder) / "cert.pem", Path(folder) / "key.pem"
         words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1"

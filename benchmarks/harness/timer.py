@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A timer for one side of a comparison, in processor seconds of all threads and in wall-clock
-seconds."""
+"""A timer for one side of a comparison, in processor seconds of all threads and by the clock."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workloads by name, which differ in the shared parts of their prompts, and so in prefix-cache
-hits.
+"""Workloads by name, with different shared parts of prompts, and so different cache hits.
 
     chat-system-prompt  many users, with one question each, after the same long system prompt
     multi-turn          conversations; each turn repeats all earlier turns
@@ -189,8 +188,7 @@ def _multi_turn(text: Text, count: int) -> list[Session]:
 
 def _documents(text: Text, count: int) -> list[Session]:
     library = [text.ids(DOCUMENT_TOKENS) for _ in range(DOCUMENTS)]
-    # Questions about the n-th most popular document are 1/n as frequent as questions about the
-    # first.
+    # The n-th most popular document has 1/n as many questions as the first.
     weights = [1 / (rank + 1) for rank in range(DOCUMENTS)]
     return [
         PromptSession(chosen + text.ids(*MESSAGE_TOKENS) + text.encode(text.rng.choice(QUESTIONS)))

@@ -51,8 +51,7 @@ from .scale import PHASES as PHASES_SECTION
 from .sections import measure_in_child
 
 SERVER_TO_SPARE = 1.5
-# The least share of a document that a warm phase must load from its tier; a partial block is never
-# loaded.
+# The least share of a document that a warm phase loads from its tier, without a partial block.
 _EXPECTED_HIT = 0.95
 
 Ask = Callable[[str, int, str], StreamedAnswer]
@@ -65,8 +64,7 @@ class BenchmarkFailed(RuntimeError):
 def ask_cold(
     server: ServedModel, ask: Ask, count: int, phase: Phase
 ) -> dict[tuple[str, int], list[int]]:
-    """Send the questions of all warm phases with empty caches; return the expected tokens of each
-    question."""
+    """Send the questions of all warm phases with empty caches; return each question's tokens."""
     server.warm_up()
     expected = {}
     for document in range(count):
@@ -87,8 +85,7 @@ def ask_pool(server: ServedModel, ask: Ask, count: int, phase: Phase) -> None:
 
 
 def ask_tier(server: ServedModel, ask: Ask, count: int, tier: str, phase: Phase) -> None:
-    """Send a question about each document in turn; the previous documents have evicted the document
-    from the pool."""
+    """Send questions about the documents in turn; each document evicts the others from the pool."""
     paid = server.metric("stratakv:load_seconds_paid_total")
     for document in range(count):
         phase.answers.append(ask(tier, document, tier))
@@ -98,8 +95,7 @@ def ask_tier(server: ServedModel, ask: Ask, count: int, tier: str, phase: Phase)
 def check_phases(
     plan: Plan, phases: dict[str, Phase], expected: dict[tuple[str, int], list[int]]
 ) -> None:
-    """Raise BenchmarkFailed unless all tokens are equal and each phase's blocks came from its
-    tier."""
+    """Raise BenchmarkFailed unless tokens are equal and each phase's blocks came from its tier."""
     for answer in phases["cold"].answers:
         if answer.cached_tokens:
             raise BenchmarkFailed(f"a cold request found {answer.cached_tokens} cached tokens")
@@ -118,8 +114,7 @@ def check_phases(
                 )
 
 
-# With fewer documents, the pool, which is larger than one request, would keep a part of each
-# document.
+# With fewer documents, the pool, larger than one request, would keep a part of each.
 MIN_DOCUMENTS = 3
 # The tiers' size, as a multiple of all documents and questions.
 ROOM_TO_SPARE = 2.0
@@ -152,8 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def sections_for(arguments: argparse.Namespace) -> list[str]:
-    """Return the named sections, or the default sections of the run's form and device. Raises
-    ConfigError."""
+    """Return the named sections, or those of the run's form and device. Raises ConfigError."""
     if check_device("--device", arguments.device) == "cpu":
         return list(chosen_sections(arguments.sections, arguments.quick))
     named = chosen_sections(arguments.sections or PHASES_SECTION, arguments.quick)
@@ -288,8 +282,7 @@ def measure(report: Report, plan: Plan, console: Console) -> None:
 def measure_costs(
     report: Report, sections: Sequence[str], model: Path, quick: bool, console: Console
 ) -> None:
-    """Run the sections without a server in a child process, and `no_hit` in several child
-    processes."""
+    """Run the sections without a server in a child process, and `no_hit` in several."""
     chosen = [name for name in sections if name in COSTS]
     if not chosen:
         return

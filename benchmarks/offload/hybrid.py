@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section `hybrid`, for a model in which most layers have recurrent states and the other layers
-attention.
+"""The section `hybrid`, for a model in which most layers have recurrent states, not attention.
 
 The section compares the times to the first token of single requests: with a long prefix in the
 tiers (K and V, and the states at the end of the prefix), and with the whole prompt computed. The
-model is a small config.json in Qwen3.5's shape, with random weights that the engine makes at its
-start."""
+model is a small config.json in Qwen3.5's shape, with random weights made by the engine."""
 
 from __future__ import annotations
 

@@ -64,8 +64,7 @@ class Plan:
 
     @property
     def pool_blocks(self) -> int:
-        """The blocks of the pool: one whole request, a quarter of the next document, and the null
-        block."""
+        """The blocks of the pool: a whole request, a quarter of a document, and the null block."""
         longest = self.prefix_tokens + self.suffix_tokens + self.output_tokens
         return 1 + int(1.25 * -(-longest // self.block_size))
 
@@ -131,7 +130,7 @@ def fill_report(report: Report, plan: Plan, spec: ModelSpec, phases: dict[str, P
 
 
 def prefill_flops(spec: ModelSpec, num_tokens: int) -> float:
-    """Return the operations of a causal forward pass over `num_tokens` tokens, with one row of
+    """Return the operations of a causal forward pass over `num_tokens` tokens and a row of
     logits."""
     qkv = spec.hidden_size * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     out = spec.num_heads * spec.head_dim * spec.hidden_size
@@ -143,7 +142,7 @@ def prefill_flops(spec: ModelSpec, num_tokens: int) -> float:
 
 
 def phase_figures(phase: Phase, cold_seconds_per_token: float) -> dict[str, object]:
-    """Return a row of the table. Saved seconds are cached tokens times the cold phase's seconds per
+    """Return a row of the table; saved seconds are cached tokens times the cold seconds per
     token."""
     first = phase.first_token_seconds
     cached = sum(answer.cached_tokens for answer in phase.answers)

@@ -57,8 +57,7 @@ class CostScale:
     requests: int
     prompt_tokens: int
     output_tokens: int
-    # worst_case: prefix length → requests of a pair, one after the other, enough for a measurable
-    # time.
+    # worst_case: prefix length → requests of a pair, one after the other, enough to time.
     prefixes: Mapping[int, int]
     mixes: tuple[int, ...]
     # convoy: the number of requests at the same time with one common prefix.
@@ -108,8 +107,7 @@ def num_pairs(sections: Sequence[str], scale: CostScale) -> int:
 
 
 def pairs_of(mix: int, scale: CostScale) -> int:
-    """Return the pairs for a mix of hits, so that the mix has as many windows as other sections
-    have pairs."""
+    """Return the pairs for a mix of hits, with as many windows as other sections have pairs."""
     _, window = MIXES[mix]
     return scale.pairs + window - 1
 

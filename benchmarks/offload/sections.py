@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sections of `stratakv bench offload` without a server: costs of offloading without hits, and
-gains.
+"""The sections of `stratakv bench offload` without a server: costs without hits, and gains.
 
     no_hit      unique prompts at the same time, with full pool and tiers: with the default
                 admission filter, after the SSD has been written once with blocks that are never
@@ -14,8 +13,8 @@ gains.
 
 Every section compares, in pairs, an engine with tiers and the same engine without tiers. A section
 runs in a child process with the settings of an engine core; no_hit runs in several processes, one
-after the other. The parent sends one order and reads a line after each pair, and the figures at the
-end."""
+after the other. The parent sends one order, and reads a line after each pair and the final
+figures."""
 
 from __future__ import annotations
 
@@ -223,8 +222,7 @@ def _cell(
     params = greedy(WORST_CASE_OUTPUT)
 
     def prompts_of(number: int) -> Prompts:
-        # Hits are evenly distributed: a pair has hits if the running sum of shares passes an
-        # integer.
+        # Evenly distributed hits: a pair has hits if the running sum of shares passes an integer.
         is_hit = (number + 1) * hits // window > number * hits // window
         heads = [next(known) if is_hit else bench.tokens(prefix) for _ in range(requests)]
         return [head + bench.tokens(SUFFIX_TOKENS) for head in heads]
@@ -248,8 +246,7 @@ def _num_found(engine: MeasuredEngine) -> int:
 
 
 def convoy(bench: Bench) -> tuple[Figures, dict[str, float]]:
-    """Compare one load of a prefix for several prompts, from each tier, with one computation of the
-    prefix."""
+    """Compare one load of a prefix for several prompts, from each tier, with one computation."""
     figures = {tier: _convoy_from(bench, tier) for tier in ("cpu", "ssd")}
     ratios = {f"convoy_from_{tier}": figures[tier]["wall_ratio"] for tier in figures}
     return figures, {"convoy": min(ratios.values()), **ratios}
@@ -374,7 +371,7 @@ def measure_in_child(
 def measure_here(
     sections: Sequence[str], model: Path, scratch: Path, quick: bool, told: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run the sections in this process, with the result of `measure_in_child`. Raises RunFailed and
+    """Run the sections here, with the result of `measure_in_child`. Raises RunFailed and
     OtherTokens."""
     figures, ratios = {}, {}
     for name in sections:
@@ -387,8 +384,7 @@ def measure_here(
 def main() -> int:
     """Run the child process: read the order, measure, and write the results."""
     tell = answerer()
-    # Engines are closed without writing blocks back; the log level hides the warning about the
-    # blocks.
+    # The log level hides the warning that engines close without writing blocks back.
     logging.basicConfig(level=logging.ERROR)
     order = json.loads(sys.stdin.readline())
     given = order["sections"], Path(order["model"]), Path(order["scratch"]), order["quick"]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common parts of the sections of `stratakv bench offload` without a server: engines, prompts,
-pairs.
+"""The common parts of the sections without a server: engines, prompts and pairs.
 
 A pair is a run of an engine with tiers and a run of the same engine without tiers, with equal
 prompts. The two engines must give the same tokens. Engines with different cached tokens compute
@@ -218,8 +217,7 @@ class MeasuredEngine:
                 del names[output.request_id]
 
     def _settle(self) -> None:
-        """Process ended copies and disk I/O, so that the next run does not include these
-        completions."""
+        """Process ended copies and disk I/O, so that none are left for the next run."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < deadline:
             while self.core.has_work() and time.monotonic() < deadline:
@@ -268,8 +266,7 @@ class Pairs:
 
     @property
     def cpu_ratio(self) -> float:
-        """The median ratio of processor seconds, also per token, because the engines give the same
-        tokens."""
+        """The median ratio of processor seconds, also per token, because the tokens are equal."""
         return median(self.ratios("cpu_seconds"))
 
     @property
@@ -277,8 +274,7 @@ class Pairs:
         return median(self.ratios("wall_seconds"))
 
     def figures(self, tokens: int) -> dict[str, Any]:
-        """Return the JSON entries; `tokens` is the number of prompt and output tokens of one
-        run."""
+        """Return the JSON entries; `tokens` is the prompt and output tokens of one run."""
         found: Counter[str] = Counter()
         for run in self.with_tiers:
             found.update(run.cached_tokens)
@@ -340,8 +336,7 @@ def take_pairs(
 def count_ties(
     plain: MeasuredEngine, prompts: Prompts, got: list[list[int]], expected: list[list[int]]
 ) -> int:
-    """Return the number of answers that differ by a tie. Raises OtherTokens for any other
-    difference."""
+    """Return how many answers differ by a tie. Raises OtherTokens for other differences."""
     ties = 0
     for prompt, tokens, others in zip(prompts, got, expected, strict=True):
         if tokens == others:
@@ -361,8 +356,7 @@ def count_ties(
 
 
 def _is_tie(plain: MeasuredEngine, context: Sequence[int], token: int, other: int) -> bool:
-    """Whether `token` and `other` are the likeliest tokens after `context`, and almost equally
-    likely."""
+    """Whether `token` and `other` are the likeliest after `context`, almost equally likely."""
     likeliest = plain.likeliest(context, 2)
     return likeliest.keys() == {token, other} and abs(likeliest[token] - likeliest[other]) < TIE
 
@@ -418,8 +412,7 @@ class Bench:
         return slab, slab // request_blocks + _MORE_KNOWN
 
     def ssd_room(self, blocks: int) -> int:
-        """Return the blocks of an SSD tier for at least `blocks` blocks; a tier has a minimum
-        size."""
+        """Return the size, in blocks, of an SSD tier for `blocks`; a tier has a minimum size."""
         return max(blocks, _MIN_SSD_BYTES // self.layout.slot_bytes)
 
     @contextmanager
@@ -437,8 +430,7 @@ class Bench:
         wrap_store: WrapStore | None = None,
         **more: Any,
     ) -> Iterator[MeasuredEngine]:
-        """Yield the engine of `plain` with tiers of `cpu_blocks` and `ssd_blocks`; `more` are
-        further options."""
+        """Yield the engine of `plain` with tiers of these sizes and the options `more`."""
         slot_bytes = self.layout.slot_bytes
         disk = self.scratch / f"ssd{next(self._numbers)}"
         tiers: Figures = {"kv_offload": "cpu", "kv_offload_cpu_bytes": cpu_blocks * slot_bytes}

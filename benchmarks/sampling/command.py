@@ -61,8 +61,7 @@ QUICK = Scale(16, 32_000, 3, (4,), 5, 40, 3)
 
 
 class Requests:
-    """The requests of a batch, each with its own sampling parameters, and the logits of the
-    batch."""
+    """The requests of a batch, each with its own sampling parameters, and their logits."""
 
     def __init__(self, scale: Scale) -> None:
         random = np.random.default_rng(7)
@@ -76,8 +75,7 @@ class Requests:
         self.logits = torch.from_numpy(logits).mul_(3.0)
 
     def update(self, **wishes: Any) -> BatchUpdate:
-        """Return an update that adds all requests; `wishes` replaces or extends the requests'
-        parameters."""
+        """Return an update that adds all requests, with `wishes` added to their parameters."""
         added = []
         for row, text in enumerate(self.texts):
             params = SamplingParams(max_tokens=1024, **self._own(row, wishes))
@@ -265,8 +263,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @torch.inference_mode()
 def measure(report: Report, scale: Scale) -> None:
-    """Measure all figures and fill the report. Raises WrongWork if the two sides' results
-    differ."""
+    """Measure all figures and fill the report. Raises WrongWork if two sides' results differ."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

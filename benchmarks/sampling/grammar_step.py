@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The case of decode steps whose answers follow a JSON schema, compared with steps without a
-schema.
+"""The case of decode steps with a JSON schema for the answers, and of steps without a schema.
 
 Two engine cores with the embedded model decode the same number of requests with the same prompts. A
 round is some steps of each core. The compared cost is the processor time of all threads of the
-process, including threads that compute masks during the forward pass. The ratio of wall-clock times
-is reported too."""
+process, including threads that compute masks during the forward pass. Wall-clock ratios are
+reported too."""
 
 from __future__ import annotations
 
@@ -160,8 +159,7 @@ def decodes(
 
 @contextmanager
 def open_core(rows: int, length: int, backend: str) -> Iterator[EngineCore]:
-    """Yield an engine core with the embedded model and space for `rows` requests of `length`
-    tokens."""
+    """Yield an engine core with the embedded model for `rows` requests of `length` tokens."""
     config = engine_config(EMBEDDED_MODEL, {
         "dtype": "float32", "num_threads": 1, "max_num_seqs": rows, "block_size": 16,
         "num_blocks": rows * (length // 16 + 2) + 1, "max_model_len": length,

@@ -6,8 +6,8 @@ arrive one after the other, each with a grammar that is constructed to explode, 
 huge. In a round without grammars, the same requests arrive without grammars. The figure is the 99th
 percentile of the wall-clock time between tokens in hostile rounds, divided by that in rounds
 without grammars. Every hostile request must end at its last token or with an error. In a third kind
-of round, without grammars, another process computes at low priority, which measures the slowdown by
-a busy machine."""
+of round, without grammars, another process computes at low priority, to measure the slowdown by
+load."""
 
 from __future__ import annotations
 
@@ -155,8 +155,7 @@ _GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
 def hostile_beside(report: Report, name: str, num_steps: int, rounds: int) -> None:
-    """Measure the figure `name`, and record the result of each kind of grammar. Raises
-    WrongWork."""
+    """Measure the figure `name`, and record each kind of grammar's result. Raises WrongWork."""
     with open_core(VICTIMS + num_steps // EVERY + 1, CONTEXT, "auto") as core:
         beside = Beside(core, num_steps)
 

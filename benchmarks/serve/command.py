@@ -186,8 +186,7 @@ def measure_workloads(
 def measure_comparison(
     plan: Plan, coding: Coding, scratch: Path, report: Report, console: Console
 ) -> None:
-    """Time the same prompts on every side, in turn, so that other work affects all sides
-    equally."""
+    """Time the same prompts on every side, in turn: other work affects all sides equally."""
     prompts = unique_prompts(plan, coding)
     texts: dict[str, list[str]] = {}
     rates: dict[str, list[float]] = {}
@@ -248,8 +247,7 @@ def unique_prompts(plan: Plan, coding: Coding) -> list[list[int]]:
 def ask_http(
     server: ServedModel, prompts: Sequence[list[int]], max_tokens: int
 ) -> tuple[float, list[str]]:
-    """Send all prompts at the same time; return output tokens per second, and the texts in
-    order."""
+    """Send all prompts at once; return output tokens per second, and the texts in order."""
     server.reset("all")
     sessions = [PromptSession(prompt) for prompt in prompts]
     target = Target(HOST, server.port, max_tokens)

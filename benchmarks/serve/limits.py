@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--limits` of `stratakv bench serve`: the work of one request and the machine's limits, in
-alternating rounds.
+"""`--limits` of `stratakv bench serve`: one request's work and the machine's limits, in turn.
 
     decode        bytes of weights per second; limit: reading a buffer of the same size
     attention     bytes of K and V per second at a context of 4,000; limit: reading as many bytes

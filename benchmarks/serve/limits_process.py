@@ -105,8 +105,7 @@ class Reading:
         self._memchr.restype = ctypes.c_void_p
 
     def scan(self, num_bytes: int) -> float:
-        """Search for a byte that the buffer does not contain. Raises WrongWork if the byte is
-        found."""
+        """Search for a byte that the buffer lacks. Raises WrongWork if the byte is found."""
         size, found = num_bytes // self._threads, list[int | None]()
 
         def piece(number: int) -> None:
@@ -130,8 +129,7 @@ class Reading:
 
 
 class Attention:
-    """Attention of one token of each request, in layers of a pool whose blocks are in random
-    order."""
+    """Attention of one token per request, in layers of a pool with blocks in random order."""
 
     def __init__(self, spec: ModelSpec, context: int, num_layers: int, requests: int = 1) -> None:
         blocks = -(-context // BLOCK_TOKENS) * requests
@@ -168,8 +166,7 @@ class Attention:
 
 
 class Matrices:
-    """Products of a prompt's rows with the matrices of all layers, without the computations between
-    products."""
+    """Products of a prompt's rows with the matrices of all layers, without other computations."""
 
     def __init__(self, spec: ModelSpec, rows: int) -> None:
         self._num_layers, shapes = spec.num_layers, layer_matrices(spec)
@@ -266,8 +263,7 @@ class Works:
         return Done(amount, time.perf_counter() - clock, time.process_time() - processor)
 
     def _engine(self, prompt_tokens: int, decode_tokens: int) -> Done:
-        """Run one new prompt; return the work of the prefill or, with `decode_tokens`, of the
-        decode steps."""
+        """Run one new prompt; return the work of prefill or, with `decode_tokens`, of decode."""
         ids = torch.randint(3, self._vocab_size, (prompt_tokens,), generator=self._draw)
         self._side.forget()
         processor = time.process_time()
@@ -275,8 +271,8 @@ class Works:
         used = time.process_time() - processor
         if not decode_tokens:
             return Done(self._products, found["first_seconds"], used)
-        # Processor seconds are measured for prefill and decode together, and split in proportion to
-        # wall-clock time.
+        # Processor seconds of prefill and decode are measured together, and split by wall-clock
+        # time.
         share = found["decode_seconds"] / (found["decode_seconds"] + found["first_seconds"])
         tokens = found["decode_tokens"]
         return Done(tokens * self.weight_bytes, found["decode_seconds"], used * share)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--limits --lora` of `stratakv bench serve`: times with adapters over times without adapters, in
-alternating pairs.
+"""`--limits --lora` of `stratakv bench serve`: the cost of adapters, as ratios of times.
 
     lora_base_rows    decode steps of 64 requests without an adapter, in an engine whose slots all
                       have adapters, over the same steps in an engine without adapters
@@ -34,8 +33,7 @@ LORA_FLAG = "--lora"
 
 @dataclass(frozen=True, slots=True)
 class LoraCase:
-    """A kind of work with adapters, the same work without adapters, and the gate of the ratio of
-    the times."""
+    """A kind of work with adapters, the same work without adapters, and the gate of the ratio."""
 
     work: str
     base: str

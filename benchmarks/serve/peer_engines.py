@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--peer-python` of `stratakv bench serve`: vLLM's CPU build and StrataKV's engine in turn, with
-the same models.
+"""`--peer-python` of `stratakv bench serve`: vLLM's CPU build and StrataKV's engine in turn.
 
 prefill      tokens per second of one prompt
 decode_N     tokens per second of N requests, after each request has its first token
@@ -142,15 +141,13 @@ class Engine(Child):
     def answer(
         self, prompts: Sequence[list[int]], max_tokens: int, *, forget: bool = True
     ) -> dict[str, Any]:
-        """Let the child process run `phases_process.answer`; return the result. Raises
-        PeerFailed."""
+        """Run `phases_process.answer` in the child; return the result. Raises PeerFailed."""
         self.send({"prompts": list(prompts), "max_tokens": max_tokens, "forget": forget})
         return self.read(ANSWER_SECONDS)
 
 
 def make_model(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write a checkpoint with random weights in the shape of `config`, with separate tensors per
-    expert."""
+    """Write a checkpoint of random weights in the shape of `config`, with tensors per expert."""
     import torch
     from safetensors.torch import save_file
 
@@ -279,8 +276,7 @@ Rates = dict[str, dict[str, list[float]]]
 def _take_rounds(
     turns: Turns, subject: Subject, sides: Mapping[str, Engine], console: Console
 ) -> tuple[Rates, float]:
-    """Return the rates by engine and case, and the share of answers that are equal in the two
-    engines."""
+    """Return the rates by engine and case, and the share of answers that the engines agree on."""
     draw = random.Random(turns.seed)
     rates: Rates = {name: {case: [] for case in CASES} for name in sides}
     same: list[bool] = []
@@ -322,8 +318,7 @@ def _take_round(
 
 
 def _gate_of(case: str, found: Mapping[str, Any]) -> Gate | None:
-    """Return the gate of a row; None if no ratio includes the row, or if an older report does not
-    name the ratio."""
+    """Return the gate of a row; None if no ratio includes the row, or in older reports."""
     name = found.get("counts_in", f"peer_{case}")
     return None if name is None else GATES[name]
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process with an engine, StrataKV's or vLLM's, that answers prompts and reports the seconds of
-each phase.
+"""A process with an engine, StrataKV's or vLLM's, that reports the seconds of each phase of
+answers.
 
 StrataKV's Python runs the file as a module; a Python with vLLM runs it as a file. All lines are
 JSON, in the following order; an answer with `error` is the last line.

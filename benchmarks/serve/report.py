@@ -83,8 +83,7 @@ def fill_comparison(
 
 
 def print_workloads(title: str, workloads: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print throughput and latencies, with a column for each workload, then the shares of cached
-    tokens."""
+    """Print throughput and latencies, a column for each workload, then shares of cached tokens."""
     rows = [
         [shown, *(_number(figures.get(name)) for figures in workloads.values())]
         for name, shown in _COUNTS.items()
@@ -183,8 +182,8 @@ _LABELS = {
 
 
 def plot_serve(report: Report, path: Path) -> Path:
-    """Draw, at the left, output tokens per second of each side; at the right, measured and usual
-    hit rates."""
+    """Draw, at the left, output tokens per second by side; at the right, real and usual hit
+    rates."""
     figures = report.figures
     panels = [name for name in ("comparison", "workloads") if name in figures]
     figure, axes = new_figure(1, len(panels), 4.0)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a run: clients that move blocks at the same time, and far ends of the clients'
-transports.
+"""The processes of a run: clients that move blocks concurrently, and far ends of transports.
 
 All processes start before any measurement. A client opens transports, and on an order moves all its
 blocks through one transport. Orders and answers are sent through a pipe, and all clients begin a
-move at the same time, after a barrier. Every wait has a deadline, and an error in any process ends
-the run."""
+move at the same time, after a barrier. Waits have deadlines, and an error in any process ends the
+run."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ TRANSPORTS: dict[str, Any] = {
 
 
 class Moved(NamedTuple):
-    """The begin and end of a client's moves (monotonic time), and the processor seconds of the
-    moves."""
+    """The begin and end of a client's moves (monotonic time), and their processor seconds."""
 
     began: float
     ended: float
@@ -211,8 +209,7 @@ class Child:
 
 
 def start(target: Callable[..., None], *arguments: Any) -> Child:
-    """Start a process that runs `target(pipe, *arguments)`, with the environment of an engine
-    core."""
+    """Start a process of `target(pipe, *arguments)`, with an engine core's environment."""
     with spawn_context() as context, patch.dict(os.environ, {**CORE_ENVIRONMENT, **os.environ}):
         ours, theirs = context.Pipe()
         process = context.Process(target=target, args=(theirs, *arguments), daemon=True)

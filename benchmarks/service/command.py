@@ -5,8 +5,7 @@ Blocks of 256 KiB and 2 MiB move between a real cache server and 1 or 4 clients.
 process with an engine's tier. Transports are shared memory, the data connection (also with TLS) and
 gRPC streams. Look-ups of whole prompts are measured too, and Redis and Mooncake if they are
 installed. A figure and its limit are measured alternately. All memory is warm and larger than the
-processor's caches, and received blocks are checked. A ratio is the median of the ratios within a
-round."""
+caches, and received blocks are checked. A ratio is the median of the ratios within a round."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ FOUR = 4  # the number of clients with separate gates
 
 
 class Case(NamedTuple):
-    """A row: `transport` moves blocks in the direction `verb`, and `limit` moves blocks without a
-    service."""
+    """A row: `transport` moves blocks in the direction `verb`; `limit` has no service."""
 
     name: str
     transport: str
@@ -154,8 +152,7 @@ def print_service(report: Report) -> None:
 
 
 def plot_service(report: Report, path: Path) -> Path:
-    """Draw a panel for each block size, with a bar for each case and number of clients, and the
-    gates."""
+    """Draw a panel for each block size: bars by case and number of clients, and gates."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -266,8 +263,7 @@ class Measurement:
         figures |= {"contests": {}, "spreads": {}, "skipped": self._skipped}
 
     def take(self, counts: Sequence[int]) -> None:
-        """Measure all figures and fill the report. Raises WrongWork if a measured work has a wrong
-        result."""
+        """Measure all figures and fill the report. Raises WrongWork for wrong results."""
         self._report.figures["plan"]["clients"] = list(counts)
         for number in counts:
             for size, block_bytes in SIZES.items():
@@ -334,8 +330,7 @@ class Measurement:
     def _limits(
         self, clients: Clients, *names: str, files: tuple[Path, Path] | None = None
     ) -> Iterator[dict[str, list[int]]]:
-        """Open those limits of `names` that the cases need; yield the far ends' process ids by
-        limit."""
+        """Open the limits of `names` that the cases need; yield the far ends' process ids."""
         wanted = {case.limit for case in self._cases} & set(names)
         ca_file = files[0] if files else None
         pids: dict[str, list[int]] = {}

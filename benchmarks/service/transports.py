@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transports that move blocks from a client's memory and back: memcpy, a connection, a tier, and
-others.
+"""Transports that move blocks from a client's memory and back: memcpy, connections, tiers.
 
 For comparison with other software, there are raw sockets with or without TLS, Redis and Mooncake.
 Each transport has memory for all blocks of the client and moves any blocks in any order. Raw
 sockets are the limit of the host's loopback: each client has a far end, a process with its own warm
-memory. Redis is measured over the same kind of sockets, without redis-py, which is slower than the
-Redis server.
+memory. Redis is measured over the same kind of sockets, without redis-py, which is slower than
+Redis.
 
     client   verb, count, block indices      far end   the blocks, or a byte after receiving blocks
 """
@@ -84,8 +83,7 @@ class Blocks:
         return stamps
 
     def scrub(self) -> None:
-        """Overwrite all stamps with zeros, so that an old stamp cannot be taken for a loaded
-        stamp."""
+        """Overwrite all stamps with zeros, so that old stamps are not taken for loaded ones."""
         none = bytes(STAMP_BYTES)
         for buffer in self.buffers:
             buffer[:STAMP_BYTES] = buffer[-STAMP_BYTES:] = none
@@ -106,8 +104,8 @@ class Plan:
 
 
 class Transport(ABC):
-    """A method of moving blocks. `order` has indices of blocks. Raises WrongWork if a block was not
-    moved."""
+    """A method of moving blocks; `order` has block indices. Raises WrongWork for a missing
+    block."""
 
     @abstractmethod
     def store(self, order: Sequence[int]) -> None:
@@ -287,8 +285,7 @@ class RawTransport(Transport):
 
 
 def serve_raw(pipe: Pipe, block_bytes: int, count: int, files: tuple[Path, Path] | None) -> None:
-    """Run the far end of one client until the client disconnects. `files` are certificate and
-    key."""
+    """Run the far end of one client until it disconnects. `files` are certificate and key."""
     blocks = Blocks(block_bytes, count)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(SECONDS)
@@ -341,8 +338,7 @@ _END = b"\r\n"
 
 
 class RedisTransport(Transport):
-    """A transport by a Redis connection: the client's end. `prefix` separates the keys of the
-    clients."""
+    """A transport by a Redis connection: the client's end. `prefix` separates clients' keys."""
 
     def __init__(self, blocks: Blocks, *, port: int, prefix: str) -> None:
         self._blocks = blocks

@@ -4,8 +4,8 @@
 The benchmark runs on the CPU, with the embedded model or a deeper copy of that model, for one
 request and for sixteen at once. Two engines that differ only in `--speculative-method` get the same
 prompts in turn. The KV pool has all prompts, so that only decoding is measured. A ratio is the
-median of the ratios within a round, of processor seconds of all threads; wall-clock ratios are
-reported too.
+median of the ratios within a round, in processor seconds of all threads; the report has wall-clock
+ratios too.
 
 speedup_repetitive_1, _16   Tokens per second of greedy answers that quote a text or edit code, over
     the rate without drafts. `quotes.py` makes the small model quote.

@@ -222,8 +222,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(report: Report, scale: Scale) -> None:
-    """Measure all figures and fill the report; a figure is that of the method with the lowest
-    ratio."""
+    """Measure all figures and fill the report; a figure is the lowest ratio of all methods."""
     report.figures |= {"plan": {"rounds": scale.rounds}, "cases": {}, "contests": {}, "spreads": {}}
     few, many = scale.sizes
     pairs = [Pair(method) for method in METHODS]
@@ -289,8 +288,7 @@ def print_speculation(report: Report) -> None:
 
 
 def plot_speculation(report: Report, path: Path) -> Path:
-    """Draw bars by proposer for one request and for many: texts with a gain by drafts, and texts
-    without."""
+    """Draw bars by proposer for one request and for many: texts with and without gain."""
     figure, [panels] = new_figure(1, 2, 3.6)
     cases: dict[str, dict[str, Any]] = report.figures["cases"]
     for axes, pays in zip(panels, (True, False), strict=True):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models for speculation with a draft model, and a draft model and an EAGLE head that are never
-right.
+"""Models for speculation with draft models, among them a draft model that is never right.
 
 The pair of models is constructed, because nothing is downloaded. The target is the embedded model
 with added layers that change nothing: it gives the embedded model's tokens and takes DEPTH times as
@@ -26,8 +25,7 @@ _ADDS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 def make_deep(folder: Path) -> Path:
-    """Write the embedded model with DEPTH times as many layers, of which the added layers change
-    nothing."""
+    """Write the embedded model with DEPTH times as many layers; added layers change nothing."""
     from safetensors.torch import load_file
 
     tensors = load_file(EMBEDDED_MODEL / "model.safetensors")

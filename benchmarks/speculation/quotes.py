@@ -26,8 +26,7 @@ class _Quoted(NamedTuple):
 
 
 class Quotes(StatefulProcessor[_Quoted]):
-    """A processor that makes the next token of a request's `extra_args["quote"]` the likeliest
-    token."""
+    """A processor that makes the next token of a request's `extra_args["quote"]` the likeliest."""
 
     @classmethod
     def applies_to(cls, params: SamplingParams) -> bool:

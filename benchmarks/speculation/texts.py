@@ -17,16 +17,15 @@ UNIQUE = 200
 
 
 class Asked(NamedTuple):
-    """A prompt, and the answer that the model must quote; if it is empty, the model answers
-    freely."""
+    """A prompt, and the answer that the model must quote; empty for a free answer."""
 
     prompt: list[int]
     quote: list[int]
 
 
 def repetitive(tokenizer: Tokenizer, count: int) -> list[Asked]:
-    """Return prompts with passages to quote, and with functions to rewrite under other names, in
-    turn."""
+    """Return prompts with passages to quote and, in turn, functions to rewrite under other
+    names."""
     passages = documents(tokenizer.encode, count, ANSWER)
     functions = _functions()
     asked = []

@@ -94,8 +94,7 @@ def _print_disk_limits(report: Report) -> None:
 
 
 def plot_tiers(report: Report, path: Path) -> Path:
-    """Draw bars of the ratios with their gates: a group for each kind of figure, a bar for each
-    block size."""
+    """Draw bars of the ratios with gates: a group for each kind of figure, a bar per block size."""
     figure, [[axes]] = plots.new_figure(1, 1, 4.6)
     families = [each for each in _FAMILIES if f"{each}_{_SMALLEST}" in report.ratios]
     names = [[f"{family}_{size}" for family in families] for size in SIZES]
@@ -161,8 +160,7 @@ def working_folder(path: Path, needed_bytes: int) -> Iterator[Path]:
 
 
 def file_system_of(path: Path, mounts: Path = MOUNTS) -> str | None:
-    """Return the kind of file system of `path`; None if the kernel does not list the file
-    system."""
+    """Return the kind of file system of `path`; None if the kernel does not list it."""
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -229,8 +227,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(report: Report, disk: Disk, scale: Scale) -> None:
-    """Run the chosen sections and fill the report. Raises WrongWork if a measured work has a wrong
-    result."""
+    """Run the chosen sections and fill the report. Raises WrongWork for wrong results."""
     plan = report.figures["plan"]
     report.figures |= {"contests": {}, "first_writes": {}, "spreads": {}}
     work: Mapping[str, Callable[[], object]] = {

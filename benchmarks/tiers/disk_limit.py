@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of the disk for blocks of one size: random I/O with O_DIRECT, with 8 or more concurrent
-requests.
+"""Limits of the disk for blocks of one size: random I/O with O_DIRECT and concurrent requests.
 
 The limit is fio, if installed, or else a loop in eight threads. fio or the loop overwrites and
 reads a file that has been written once. Each run ends with a sync, because otherwise the store's

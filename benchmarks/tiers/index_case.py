@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The case of a store's index with a million blocks: look-ups, memory, and the time to open the
-store.
+"""The case of a store's index with a million blocks: look-ups, memory, and time to open.
 
 The index and the opening, with a scan in a child process, are those of the product. The slot file
 has the right size but is sparse, because opening reads no payloads and a million blocks would need
@@ -48,8 +47,7 @@ class IndexCase:
         with _sparse_slots():
             opened = open_store(folder, _LAYOUT, self._capacity, b"", 60.0)
         with contextlib.closing(opened):
-            # Slots are in the order of keys, as in a store that was filled; last uses are in random
-            # order.
+            # Slots are in the order of keys, as in a store that was filled; last uses are random.
             uses = list(range(1, entries + 1))
             random.Random(entries).shuffle(uses)
             for start in range(0, entries, _COMMIT_ROWS):
@@ -96,8 +94,7 @@ class IndexCase:
         return held / self.entries
 
     def look_ups(self, rounds: int) -> list[float]:
-        """Return rates of look-ups in keys per second, in batches in which half of the keys are
-        stored."""
+        """Return rates of look-ups in keys per second, in batches with half of the keys stored."""
         store = self._open()
         rng = random.Random(self.entries)
         batches = [
@@ -127,8 +124,7 @@ class IndexCase:
 
 @contextlib.contextmanager
 def _sparse_slots() -> Iterator[None]:
-    """Create slot files without disk blocks inside the context, so that the disk needs no free
-    space for them."""
+    """Create slot files without disk blocks inside the context, which need no free space."""
     with (
         patch.multiple(os, posix_fallocate=lambda fd, _at, size: os.ftruncate(fd, size)),
         patch.multiple(StoreDirectory, check_free_space=lambda _self, _plan: None),

@@ -70,7 +70,7 @@ def layout_of(block_bytes: int) -> BlockLayout:
 
 
 def key_of(number: int) -> bytes:
-    """Return the key of block `number`. As with digests, the keys of consecutive numbers differ in
-    all bytes."""
+    """Return the key of block `number`. Like digests, keys of consecutive numbers differ in all
+    bytes."""
     mixed = (number + 1) * 0x9E3779B97F4A7C15_F39CC0605CEDC835_1082276BF3A27251_FBE5EA6DA6EA9C5B
     return pack_key((mixed % 2**256).to_bytes(32, "little"))

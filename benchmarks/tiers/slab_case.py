@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The case of blocks that are copied into and out of the real slab, compared with plain copies in
-plain memory.
+"""The case of blocks copied into and out of the real slab, compared with plain copies.
 
 The two sides copy with numpy on one thread, at random places of regions that are larger than all
-caches. The difference is the slab's own work and the cost of the slab's memory, which is shared and
-has small pages.
+caches. The difference is the slab's own work and the cost of shared memory with small pages.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ Bytes = NDArray[np.uint8]
 
 
 def footprint_bytes(least: int, caches: Path = _CACHES) -> int:
-    """Return four times the size of the processor's largest cache, but at least `least`, in
-    bytes."""
+    """Return the bytes of four times the largest cache, but at least `least`."""
     sizes = [_cache_bytes(each.read_text().strip()) for each in caches.glob("index*/size")]
     return max(least, _TIMES_CACHE * max(sizes, default=0))
 
@@ -43,8 +40,7 @@ def _cache_bytes(text: str) -> int:
 
 
 class SlabCase:
-    """A full slab, memory from which and to which blocks are copied, and plain memory for the
-    limit."""
+    """A full slab, memory to copy from and to, and plain memory for the limit."""
 
     def __init__(self, block_bytes: int, slab_bytes: int) -> None:
         self.block_bytes = block_bytes
@@ -68,7 +64,7 @@ class SlabCase:
         ]
 
     def put(self) -> float:
-        """Put as many new blocks as the slab has slots, into free slots in random order; return the
+        """Put as many new blocks as there are slots, which are free in random order; return the
         rate."""
         self._empty()
         keys, slab, size = self._keys[: self.num_blocks], self.slab, self.block_bytes
@@ -100,8 +96,7 @@ class SlabCase:
         return self._rate(began)
 
     def copy(self) -> float:
-        """Copy the same number of bytes between plain regions, at random places; return the
-        rate."""
+        """Copy as many bytes between plain regions, at random places; return the rate."""
         size = self.block_bytes
         targets = self._random_places()
         sources = self._random_places()
@@ -115,8 +110,7 @@ class SlabCase:
         self.slab.close()
 
     def _empty(self) -> None:
-        """Empty the slab so that its slots are free in random order, and choose keys that the slab
-        does not have."""
+        """Empty the slab so that its slots are free in random order, and choose new keys."""
         known = self.slab.keys()
         self._rng.shuffle(known)
         self.slab.forget(known)

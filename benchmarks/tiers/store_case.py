@@ -74,8 +74,7 @@ class StoreCase:
         num_slots = self.store.stats().capacity_blocks
         self.num_live = int(num_slots * _LIVE_SHARE)
         self._round_blocks = min(self.num_live, scale.round_bytes // block_bytes)
-        # A batch has at least BATCH_BYTES, except for a store that is too small for several
-        # batches.
+        # A batch has at least BATCH_BYTES, except in a store too small for several batches.
         self._batch = max(1, min(-(-BATCH_BYTES // block_bytes), self.num_live // 6))
         slab_bytes = BATCHES_IN_FLIGHT * self._batch * block_bytes
         self.slab = CpuSlab(layout, slab_bytes, huge_pages=huge_pages)
@@ -94,8 +93,8 @@ class StoreCase:
         self.clear()  # because a full store evicts blocks
 
     def comparisons(self, name: str) -> list[Comparison]:
-        """Return the comparisons of writes to free slots, and of random reads. Every batch is
-        acknowledged."""
+        """Return comparisons of writes to free slots, and of random reads, with acknowledged
+        batches."""
         moved = self._round_blocks * self._size
         return [
             self._written(f"ssd_write_{name}", self.write, moved),
@@ -105,8 +104,7 @@ class StoreCase:
                 self.limit.name,
                 self.read,
                 partial(self.limit.read, moved),
-                # Other numbers of concurrent requests may be faster than the limit's own number, so
-                # they are rivals.
+                # Rivals have other numbers of concurrent requests, which may be faster.
                 rivals={
                     f"loop x{requests}": partial(self.limit.read_in_turn, moved, requests)
                     for requests in READ_DEPTHS
@@ -126,8 +124,7 @@ class StoreCase:
         return self._timed_store(self._round_blocks)
 
     def read(self) -> float:
-        """Load random blocks once each, none of which is in the page cache; return bytes per
-        second."""
+        """Load random blocks once each, without the page cache; return bytes per second."""
         self.fill()
         keys = self._rng.sample(self._live, self._round_blocks)
 
@@ -138,8 +135,7 @@ class StoreCase:
         return self._move(keys, self.store.load, check)
 
     def churn(self) -> float:
-        """Store as many new blocks as the store has; each batch replaces random blocks. Return
-        bytes per second."""
+        """Replace all blocks by new ones, in batches, in random order; return bytes per second."""
         self.fill()
         return self._timed_store(self.num_live, evicting=True)
 
@@ -162,8 +158,7 @@ class StoreCase:
             time.sleep(0.002)
 
     def look_ups_while_churning(self) -> float:
-        """Return the rate of batched look-ups in keys per second, while another thread replaces
-        blocks."""
+        """Return keys per second of batched look-ups, while another thread replaces blocks."""
         self.fill()
         batches = [
             [key_of(self._rng.randrange(2 * self._num_keys)) for _ in range(LOOK_UP_KEYS)]
@@ -211,8 +206,7 @@ class StoreCase:
         )
 
     def _timed_store(self, count: int, *, evicting: bool = False) -> float:
-        """Store `count` new blocks until the last block is acknowledged; return bytes per
-        second."""
+        """Store `count` new blocks until the last acknowledgement; return bytes per second."""
 
         def store(batch: list[bytes], buffers: list[memoryview]) -> Future[list[Stored]]:
             if evicting:
@@ -239,7 +233,7 @@ class StoreCase:
         begin: Callable[[list[bytes], list[memoryview]], Future[_T]],
         check: Callable[[list[bytes], _T], None],
     ) -> float:
-        """Move the blocks of `keys` in batches, each as soon as buffers are free; return bytes per
+        """Move the blocks of `keys` in batches, as soon as buffers are free; return bytes per
         second."""
         flying: deque[tuple[list[bytes], Future[_T], list[memoryview]]] = deque()
 
@@ -272,8 +266,7 @@ def checksum_comparisons(case: StoreCase) -> list[Comparison]:
 
 
 def cost(ratio: float) -> float:
-    """Return the time that hashing adds, as a share of the time without hashing, from a ratio of
-    rates."""
+    """Return the time of hashing, as a share of the time without hashing, from a ratio of rates."""
     return 1 / ratio - 1
 
 

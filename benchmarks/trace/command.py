@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench trace [PATH ...]`: replays request traces with eviction policies and admission
-filters.
+"""`stratakv bench trace [PATH ...]`: replays traces with eviction policies and filters.
 
 A PATH is a trace (JSON Lines with hash_ids, plain or gzip) or a folder of traces. Without a PATH,
 two traces are generated, of chats and of coding agents. Each trace is replayed with every eviction

@@ -16,8 +16,7 @@ Generated traces are sessions of turns, with the cache behaviour of chats or of 
 Sessions start at random times. Each session begins with one of a few shared system prompts. After
 each turn, the session continues, after a gap, with a probability that depends on the number of
 turns so far. A turn adds blocks to the blocks of the previous turn; some turns branch off at an
-earlier place. The values of `CHAT` and `AGENTS` are measured on public traces of chats and of
-agents."""
+earlier place. The values of `CHAT` and `AGENTS` are measured on public traces."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ KEY_BYTES = 40
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request: its arrival, its blocks from the first on, and the number of tokens of the
-    blocks."""
+    """A request: its arrival, its blocks in order, and the number of their tokens."""
 
     arrival_seconds: float
     chain: Sequence[int]
@@ -73,8 +71,7 @@ class Trace:
 
     @cached_property
     def keyed_chains(self) -> list[list[bytes]]:
-        """The chains of blocks as keys. Equal keys are one object, so that comparisons are
-        cheap."""
+        """The chains of blocks as keys. Equal keys are one object, for cheap comparisons."""
         keys = [key_of(block) for block in range(self.num_blocks)]
         return [[keys[block] for block in prompt.chain] for prompt in self.prompts]
 
@@ -125,7 +122,7 @@ class _Line(msgspec.Struct):
 
 
 def trace_files(paths: list[Path]) -> list[Path]:
-    """Return the trace files of the paths; a folder stands for all traces below the folder. Raises
+    """Return the trace files of the paths; a folder stands for all traces below. Raises
     TraceError."""
     found: list[Path] = []
     for path in paths:

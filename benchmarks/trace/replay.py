@@ -68,8 +68,7 @@ class ReplayTier:
         self.resident: set[bytes] = set()
 
     def leading_hits(self, chain: Sequence[bytes]) -> int:
-        """Return the number of resident blocks at the start of `chain`, without changing any
-        state."""
+        """Return the number of resident blocks at the start of `chain`; no state changes."""
         resident = self.resident
         for index, key in enumerate(chain):
             if key not in resident:
@@ -167,8 +166,7 @@ def replay_opt(trace: Trace, capacity_blocks: int) -> Outcome:
 
 
 def replay_heads_first(trace: Trace, capacity_blocks: int) -> Outcome:
-    """Replay a trace with LRU that uses each prompt's blocks one by one, from the first block
-    on."""
+    """Replay a trace with LRU that uses each prompt's blocks one by one, in order."""
     order: OrderedDict[int, None] = OrderedDict()
     hits_by_prompt = []
     for prompt in trace.prompts:
@@ -265,9 +263,8 @@ class TwoTiers:
         upper.policy.touch(reversed(upper_hits))
 
     def _give_up(self, lost: Sequence[bytes], now: float) -> None:
-        """Offer blocks that left the upper tier to the lower tier, the coldest first. A block that
-        is already in the lower tier is touched; any other block is written if the filter admits
-        it."""
+        """Offer blocks that left the upper tier to the lower tier, the coldest first. A block in
+        the lower tier is touched; other blocks are written if the filter admits them."""
         copies = {key for key in lost if key in self.lower.resident}
         new = [key for key in lost if key not in copies]
         verdicts = self.admission.admit(new, now)
@@ -280,8 +277,7 @@ class TwoTiers:
                 self.lower.policy.insert((key,))
 
     def _make_and_take(self, keys: Sequence[bytes], *, wanted: Sequence[bytes]) -> Sequence[bytes]:
-        """Store blocks in the lower tier, first blocks first, so that last blocks are left out if
-        not all fit."""
+        """Store blocks in the lower tier in order; last blocks are left out if not all fit."""
         self.lower.make_room(len(keys), wanted, keys)
         kept = self.lower.take_in(keys)
         self.written += len(kept)

@@ -94,8 +94,7 @@ class Rig:
         self._pool = KvPool(layout, self.num_blocks)
         self.pool: Bytes = pool_pages(self._pool.tensor, block_bytes)
         self.slab: Bytes = slab_pages(self._slab)
-        # Plain regions are allocated like the pool, so that the device's work is the only
-        # difference.
+        # Plain regions are allocated like the pool: only the device's work differs.
         plain = [KvPool(layout, self.num_blocks).tensor for _ in range(2)]
         self.plain: list[Bytes] = [pool_pages(tensor, block_bytes) for tensor in plain]
         noise = np.frombuffer(os.urandom(MIB), np.uint8)
@@ -181,8 +180,7 @@ class Rig:
         return rate
 
     def copy_both_ways(self) -> float:
-        """Copy between plain regions in two directions with two threads; return bytes per
-        second."""
+        """Copy between plain regions in two directions, in two threads; return bytes a second."""
         out, back = self._halves()
         one, other = self.plain
         began = time.perf_counter()
@@ -209,8 +207,7 @@ class Rig:
                 raise WrongWork(f"a copy failed: {error}")
 
     def _random_places(self, run: int = 1) -> list[tuple[int, int]]:
-        """Return random pairs of the first place of a run and the first place of the run's
-        target."""
+        """Return random pairs: the first place of a run, and the first place of its target."""
         starts = range(0, self.num_blocks - run + 1, run)
         return list(
             zip(self.rng.sample(starts, len(starts)), self.rng.sample(starts, len(starts)),
@@ -235,16 +232,14 @@ def copy_plainly(source: Bytes, target: Bytes, moves: Pairs, length: int = 1) ->
 
 @dataclass(slots=True)
 class Submissions:
-    """The processor seconds of submissions and of copies, one entry per job; stores and loads
-    alternate."""
+    """The processor seconds of submissions and copies, per job; stores and loads alternate."""
 
     submit_seconds: list[float] = field(default_factory=list)
     copy_seconds: list[float] = field(default_factory=list)
 
     @property
     def ratio(self) -> float:
-        """The median ratio of the seconds of a submission over the seconds of a copy of as many
-        blocks."""
+        """The median ratio of a submission's seconds over the seconds of copying as many blocks."""
         return median(ratios(self.submit_seconds, self.copy_seconds))
 
     def figures(self) -> dict[str, float]:

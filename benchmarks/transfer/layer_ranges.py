@@ -37,8 +37,7 @@ BLOCK_TOKENS = 64  # with it, a layer of a block has 64 KiB, the least size for 
 RANGES = (2, 6)  # numbers of ranges of a block; the model has 6 layers
 CACHED = {"1k": 1024, "3k": 3072, "8k": 8192}  # tokens
 SUFFIXES = (32, 512)
-# Cells with a suffix of LONG_SUFFIX tokens, whose gain is too small to measure, have a third of the
-# rounds.
+# With LONG_SUFFIX tokens the gain is too small to measure, so cells have a third of the rounds.
 LONG_SUFFIX, LONG_ROUNDS_SHARE = 512, 3
 # Number of ranges (1 for whole blocks) → (seconds to the first token, processor seconds) per round.
 Taken = dict[int, list[tuple[float, float]]]
@@ -50,8 +49,7 @@ def cell_name(cached: str, suffix: int, ranges: int) -> str:
 
 
 def take_layer_ranges(cached: Sequence[str], rounds: int) -> dict[str, dict[str, Any]]:
-    """Return the figures of every cell. Raises WrongWork if the two methods give different
-    logits."""
+    """Return the figures of every cell. Raises WrongWork if the methods' logits differ."""
     place = _Place(max(CACHED[name] for name in cached) + max(SUFFIXES))
     figures: dict[str, dict[str, Any]] = {}
     for name in cached:
@@ -113,8 +111,7 @@ class _Place:
 
 
 class _Prompt:
-    """A prompt whose first `cached` tokens are in the slab, and whose next `suffix` tokens are
-    computed."""
+    """A prompt with `cached` tokens in the slab, and `suffix` further tokens to compute."""
 
     def __init__(self, place: _Place, cached: int, suffix: int) -> None:
         self._place = place
@@ -127,8 +124,7 @@ class _Prompt:
         self._table.array[0, : len(blocks)] = blocks
 
     def load_and_compute(self, num_ranges: int) -> torch.Tensor:
-        """Load the cached tokens in `num_ranges` ranges, compute the suffix, and return the last
-        token's logits."""
+        """Load the cached tokens in `num_ranges` ranges, and compute; return the last logits."""
         here = [threading.Event() for _ in range(num_ranges)]
         thread = threading.Thread(target=self._copy, args=(here,))
         thread.start()
@@ -156,8 +152,7 @@ class _Prompt:
         return time.perf_counter() - began
 
     def _copy(self, here: Sequence[threading.Event]) -> None:
-        """Copy range by range, lower layers of all blocks first, and set the event of each
-        range."""
+        """Copy range by range, lower layers of all blocks first, and set each range's event."""
         source, target = self._place.slab, self._place.pool
         size = source.shape[1] // len(here)
         for index, event in enumerate(here):

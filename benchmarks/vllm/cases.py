@@ -72,7 +72,7 @@ ENVIRONMENT = {
 
 
 def make_model(folder: Path) -> None:
-    """Write a checkpoint of MODEL with large attention weights, so that the tokens depend on the KV
+    """Write a checkpoint of MODEL whose large attention weights make tokens depend on the KV
     cache."""
     import torch
     from safetensors.torch import save_file
@@ -109,14 +109,13 @@ def make_prompt(number: int, question: int) -> list[int]:
     return tokens(f"prefix {number}", PREFIX_TOKENS) + behind
 
 
-# The place of a prefix: chunks by tier; {} if only vLLM's count of cached tokens is known; None if
-# computed.
+# The place of a prefix: chunks by tier; {} if only vLLM's own count is known; None if computed.
 Source = Mapping[str, int] | None
 
 
 class Engine(Child):
-    """A vLLM engine in a process of the Python with vLLM. Raises ConfigError if the process cannot
-    be started."""
+    """A vLLM engine in a process of the Python with vLLM. Raises ConfigError if it does not
+    start."""
 
     def __init__(self, python: str, scratch: Path, name: str) -> None:
         self._python = python
@@ -127,8 +126,7 @@ class Engine(Child):
             raise ConfigError(f"{FLAG} {python} cannot be run: {error.strerror}") from error
 
     def check(self, names: Path) -> dict[str, Any]:
-        """Return versions. Must be the first call. The package `stratakv` is in `names`. Raises
-        PeerFailed."""
+        """Return versions; must be the first call. `names` has the package. Raises PeerFailed."""
         self.send({"names": str(names), "environment": ENVIRONMENT})
         try:
             answer = self.read(START_SECONDS)
@@ -142,8 +140,7 @@ class Engine(Child):
             ) from error
 
     def start(self, model: Path, transfer: dict[str, Any] | None) -> None:
-        """Start the engine, once, with `transfer` as configuration of its tiers. Raises
-        PeerFailed."""
+        """Start the engine, once, with the tiers of `transfer`. Raises PeerFailed."""
         arguments = {"model": str(model), **ARGUMENTS}
         if transfer is not None:
             arguments["kv_transfer_config"] = transfer
@@ -152,8 +149,7 @@ class Engine(Child):
         self.ask([5, 6, 7])  # the first request of a process includes lazy initialisation
 
     def ask(self, *prompts: list[int], max_tokens: int = ANSWER_TOKENS) -> dict[str, Any]:
-        """Send one prompt after the other, then wait until the tiers are idle. Raises
-        PeerFailed."""
+        """Send prompts one by one, then wait until the tiers are idle. Raises PeerFailed."""
         self.send({"prompts": prompts, "max_tokens": max_tokens})
         return self.read(ANSWER_SECONDS)
 
@@ -169,8 +165,7 @@ class Engine(Child):
 
 
 class Bench:
-    """A bench that starts engines, sends prompts and checks the answers. Each ratio has `pairs`
-    pairs."""
+    """A bench that starts engines and checks answers to prompts. Each ratio has `pairs` pairs."""
 
     def __init__(self, python: str, pairs: int, scratch: Path, stack: ExitStack) -> None:
         self.pairs, self._scratch, self._stack = pairs, scratch, stack
@@ -200,8 +195,7 @@ class Bench:
 
     def rate(self, engine: Engine, number: int, question: int, source: Source) -> float:
         """Send a prompt; return 1 over the seconds to the first token. The prefix must come from
-        the tiers and in the chunks of `source`, or be computed if `source` is None. Raises
-        WrongWork."""
+        the tiers and in the chunks of `source`, or be computed for None. Raises WrongWork."""
         answer = engine.ask(make_prompt(number, question))
         check_source(answer["cached"][0], answer["loaded_chunks"], source)
         told = self._answers.setdefault((number, question), answer["tokens"][0])
@@ -287,8 +281,7 @@ def take_all(
     mine, theirs, alone = bench.start(ours=ours(**disk), vllms_own=vllms_own(files), no_tiers=None)
 
     def turns(number_of: Callable[[int], int], questions: int) -> Callable[..., Any]:
-        """Return a function that makes sides of a comparison, each with the same prompts in the
-        same order."""
+        """Return a function that makes sides of a comparison, with the same prompts in order."""
 
         def side(engine: Engine, source: Source, first: int = 0) -> Callable[[], float]:
             numbers = count(first)

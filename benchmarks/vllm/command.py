@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench vllm`: the time to the first token in vLLM, with StrataKV's tiers and with vLLM's
-own tiers.
+"""`stratakv bench vllm`: the time to the first token in vLLM, with StrataKV's or vLLM's tiers.
 
 The figures compare seconds to the first token of prompts whose first 3,600 tokens have already been
 computed. The engine and the model (with random weights) are always the same; only the place of the

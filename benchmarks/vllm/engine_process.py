@@ -153,8 +153,7 @@ def _spare_llvmlite() -> None:
 
 
 def prepare(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the versions of vLLM and, if installed, LMCache. Raises WrongWork for a missing
-    package."""
+    """Return the versions of vLLM and LMCache (or None). Raises WrongWork for failed imports."""
     os.environ.update(plan["environment"])
     os.environ.pop("TRITON_INTERPRET", None)
     sys.path.insert(0, plan["names"])

@@ -10,16 +10,15 @@ from ...connector.vllm.spec import StrataSpec
 
 
 class PeerSpec(StrataSpec):
-    """StrataSpec without StrataKV's tier: vLLM's region is followed only by vLLM's secondary
-    tiers."""
+    """StrataSpec without StrataKV's tier: only vLLM's secondary tiers are below vLLM's region."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.secondary_tier_configs = self.secondary_tier_configs[:-1]
 
     def get_manager(self) -> Any:
-        """Return vLLM's manager, whose shutdown also releases the region, like the close of
-        StrataKV's tier."""
+        """Return vLLM's manager, whose shutdown also releases the region, as closing the tier
+        does."""
         is_new = self._manager is None
         manager = super().get_manager()
         if is_new:

@@ -95,8 +95,8 @@ class GatheredPrefill:
         return blocks * block_size
 
     def takes(self, rows: int, length: int) -> bool:
-        """Whether the library is used for a chunk of the last `rows` tokens of a context of
-        `length` tokens."""
+        """Whether the library is used for the last `rows` tokens of a context of `length`
+        tokens."""
         return rows >= self.min_rows and length <= self.max_tokens
 
     def run(

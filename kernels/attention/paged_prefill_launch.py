@@ -54,8 +54,7 @@ def choose_launch(
     *,
     is_fp8: bool,
 ) -> Launch:
-    """Return the launch; without a `capability` (Triton's interpreter), that of the largest
-    GPUs."""
+    """Return the launch; for no `capability` (Triton's interpreter), that of large GPUs."""
     is_wide = capability is None or capability[0] in (9, 10)
     table = (WIDE_FP8 if is_fp8 else WIDE) if is_wide else NARROW
     long, short = table[max(padded_head_dim(head_dim), min(table))]

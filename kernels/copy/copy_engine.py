@@ -49,8 +49,7 @@ class CudaError(RuntimeError):
     @classmethod
     def from_code(cls, library: Any, code: int, what: str) -> CudaError:
         """Return the error for the failure `code`, and reset the error state of `library`.
-        Otherwise torch would read that state after its next kernel and report a failure of the
-        kernel."""
+        Otherwise torch would read that state after its next kernel and report a failure."""
         name = library.cudaGetErrorName(code).decode()
         text = library.cudaGetErrorString(code).decode()
         library.cudaGetLastError()
@@ -73,8 +72,7 @@ class CopyAttributes(ctypes.Structure):
 
 
 class Batch:
-    """A list of copies by address, as the arrays that the CUDA runtime reads; it may be used
-    repeatedly."""
+    """A reusable list of copies by address, as the arrays that the CUDA runtime reads."""
 
     __slots__ = ("count", "sizes", "sizes_at", "sources", "sources_at", "targets", "targets_at")
 

@@ -2,7 +2,7 @@
 """Paged attention by the compiled CPU library. A step is prepared once and run for every layer.
 
 A request may have any number of new tokens. Every `run` checks types and shapes. The constructor of
-a step checks block ids, slots and lengths, because wrong values would make the library read other
+a step checks block ids, slots and lengths, because wrong values would cause reads of other
 memory."""
 
 from __future__ import annotations

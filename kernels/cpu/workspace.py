@@ -46,5 +46,4 @@ class ResultMemory:
 
 
 class _Nobody:
-    """An object that is freed at once: its dead weak reference means that no result uses the
-    memory."""
+    """An object that is freed at once; its dead weak reference means that memory is unused."""

@@ -56,8 +56,7 @@ def _write_rows(  # type: ignore[no-untyped-def]
             # Infinities and NaN are excluded, because `<` is false for infinities and NaN.
             magnitudes = tl.abs(values)
             finite = tl.where(magnitudes < float("inf"), magnitudes, 0.0)
-            # tl.div_rn rounds like torch's division; Triton's `/` is off by up to two units in the
-            # last digit.
+            # tl.div_rn rounds like torch's division; Triton's `/` is off by up to 2 ulp.
             scale = tl.div_rn(tl.max(finite, axis=1), LARGEST)
             scale = tl.maximum(scale, SMALLEST)
             scale_at += block * scale_block_stride + offset * scale_position_stride

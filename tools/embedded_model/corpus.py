@@ -175,8 +175,7 @@ def documentation(root: Path) -> Iterator[Document]:
     """Yield every RST source below `root`, cleaned, in a fixed order."""
     for path in sorted([*root.rglob("*.rst"), *root.rglob("*.rst.txt")]):
         name = path.relative_to(root).as_posix().split("_sources/")[-1].split(".rst")[0]
-        # The manual page and the docstrings of a module have the same topic, so both are held out
-        # or neither is.
+        # A module's manual page and docstrings have the same topic, and are held out together.
         folder, _, stem = name.partition("/")
         topic = re.split(r"[.-]", stem)[0] if folder == "library" else name
         text = clean_rst(path.read_text(encoding="utf-8", errors="ignore"))
@@ -225,8 +224,7 @@ def chats(module: str, entries: list[tuple[str, str, str]]) -> Iterator[Document
 
 
 def standard_library() -> Iterator[Document]:
-    """Yield the docstrings of each standard-library module as one document, and chats about these
-    docstrings."""
+    """Yield the docstrings of each standard-library module as a document, and chats about them."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -262,8 +260,7 @@ def gather(docs: Path | None, share: float) -> tuple[list[Document], list[Docume
 
 
 def train_tokenizer(documents: list[Document], vocab_size: int) -> Tokenizer:
-    """Return a byte-level BPE tokenizer that is trained on the documents; special tokens have the
-    first ids."""
+    """Return a byte-level BPE tokenizer, trained on the documents, with special tokens first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()

@@ -54,8 +54,7 @@ class Shape:
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             **asdict(self),
-            # Older versions of transformers read the flat key of the RoPE base, newer versions the
-            # nested key.
+            # Old versions of transformers read the flat RoPE key, new versions `rope_parameters`.
             "rope_parameters": rope,
             "rope_scaling": None,
             "hidden_act": "silu",
@@ -68,17 +67,15 @@ class Shape:
             "use_cache": True,
             "bos_token_id": eos_id,
             "eos_token_id": eos_id,
-            # The type of computations. The weights are stored in bfloat16, but computations in
-            # bfloat16 would not make so small a model faster, and float32 gives the same text on
-            # every machine.
+            # The type of computations: float32 gives the same text on every machine, and the
+            # bfloat16 of the stored weights would not make so small a model faster.
             "dtype": "float32",
             "torch_dtype": "float32",
         }
 
 
 def rope_tables(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine tables of shape (length, head_dim) in the half-split layout of
-    Llama."""
+    """Return cosine and sine tables of shape (length, head_dim) in Llama's half-split layout."""
     exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
     angles = torch.outer(torch.arange(length, dtype=torch.float64), shape.rope_theta**-exponent)
     both = torch.cat([angles, angles], dim=-1)
@@ -200,8 +197,7 @@ class Llama(nn.Module):
         self._initialise(torch.Generator().manual_seed(seed))
 
     def _initialise(self, generator: torch.Generator) -> None:
-        """Draw normal weights of standard deviation 1/sqrt(fan-in), or less for residual
-        outputs."""
+        """Draw normal weights of standard deviation 1/sqrt(fan-in); less for residual outputs."""
         for name, weight in self.named_parameters():
             if weight.dim() < 2:
                 continue
@@ -211,8 +207,7 @@ class Llama(nn.Module):
             nn.init.normal_(weight, 0.0, width, generator=generator)
 
     def forward(self, ids: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        """Return the cross-entropy in nats of `targets` given `ids`, both of shape (batch,
-        length)."""
+        """Return the cross-entropy in nats of `targets` given `ids`, each (batch, length)."""
         length = ids.size(1)
         hidden = self.model(ids, self.cos[:length], self.sin[:length])
         logits = F.linear(hidden, self.model.embed_tokens.weight).float()
@@ -229,8 +224,7 @@ class Llama(nn.Module):
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file in the folder of `path`, then rename it to `path`, so that `path` is always
-    complete."""
+    """Write a file in the folder of `path`, then rename it, so that `path` is always complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".part")
     write(beside)

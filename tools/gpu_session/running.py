@@ -34,8 +34,7 @@ OK, FAILED, TIMED_OUT, LEFT_OUT, CUT_OFF = "ok", "failed", "timed out", "left ou
 
 @dataclass
 class Outcome:
-    """The end of a command: `ok`, `failed`, `timed out`, `left out`, or `cut off` by the end of the
-    step."""
+    """The end of a command: `ok`, `failed`, `timed out`, `left out`, or `cut off` with the step."""
 
     name: str
     command: str
@@ -121,8 +120,7 @@ def run_step(
     groups: Sequence[Group], step: Step, results: Path, archive: Path,
     environment: Mapping[str, str], deadline: float,
 ) -> None:  # fmt: skip
-    """Run the groups one after the other until `deadline`; record the groups after it as left
-    out."""
+    """Run the groups one after the other until `deadline`; record later groups as left out."""
     for group in groups:
         left = deadline - time.monotonic()
         if left < GRACE_SECONDS:
@@ -153,8 +151,7 @@ def run_group(
     try:
         for command in group:
             limit = min(command.seconds, seconds)
-            # Processes are started one by one, so that the started processes are ended if a later
-            # start fails.
+            # Processes start one by one, so that earlier ones are ended if a later start fails.
             running.append(Running(command, limit, results, environment))
         while running:
             ended = [(each, result) for each in running if (result := each.look()) is not None]

@@ -78,8 +78,7 @@ def groups_of(
 
 
 def sections_of(command: Command) -> list[str]:
-    """Return the sections of `bench gpu` that a command runs; an empty list for any other
-    command."""
+    """Return the sections of `bench gpu` that a command runs; empty for any other command."""
     words = command.words
     return words[words.index("--sections") + 1].split(",") if "--sections" in words else []
 

@@ -31,8 +31,7 @@ MAX_LAYERS = 64
 FP8 = torch.float8_e4m3fn
 FP8_SPREAD = 64.0  # standard deviation of stored float8 values; scales are about its inverse
 FILLED_AT_ONCE = 2**27  # random float32 elements that are converted to float8 at a time
-# The largest difference, in units of a row's root mean square; results and references are rounded
-# to 16 bits.
+# The largest difference of 16-bit results and references, in units of a row's root mean square.
 TOLERANCE = 0.05
 
 
@@ -126,8 +125,8 @@ def decode_case(name: str, requests: int, context: int, **options: object) -> Ca
 
 @dataclass(slots=True)
 class Batch:
-    """The tensors of a case. `layers[i]` has the scales `scales[i]`; all layers share the remaining
-    tensors."""
+    """The tensors of a case. `layers[i]` has `scales[i]`; the remaining tensors are for all
+    layers."""
 
     case: Case
     q: Tensor  # [tokens, heads, head_dim]
@@ -161,8 +160,7 @@ class Batch:
         return [partial(self.run, kernel, layer) for layer in range(len(self.layers))]
 
     def reference(self) -> Tensor:
-        """Return the expected result of `run` for the first layer, from the kernel's version in
-        plain PyTorch."""
+        """Return the expected result of `run` for the first layer, computed in plain PyTorch."""
         out = torch.empty_like(self.q)
         tensors, options = self._arguments(0)
         if self.case.is_decode:
@@ -212,8 +210,7 @@ def make_batch(place: Place, case: Case, layers: int | None = None) -> Batch:
 
 
 def num_layers(place: Place, layer_bytes: int, most: int = MAX_LAYERS) -> int:
-    """Return the number of layers, at most `most`, that together exceed the level-2 cache; 2 in a
-    rehearsal."""
+    """Return how many layers, at most `most`, exceed the level-2 cache; 2 in a rehearsal."""
     if place.is_rehearsal:
         return 2
     return max(1, min(most, -(-COLD_BYTES // layer_bytes)))
@@ -230,8 +227,7 @@ def check_attention(what: str, got: Tensor, expected: Tensor) -> None:
 
 
 def time_checked(place: Place, batch: Batch, expected: Tensor, *, rounds: int = 7) -> Timing:
-    """Compare the kernel's result with `expected`, then time one launch in seconds. Raises
-    WrongResult."""
+    """Compare the result with `expected`, then time a launch in seconds. Raises WrongResult."""
     check_attention(batch.case.name, batch.run(place.kernel), expected)
     return time_launches(place, batch.launches(place.kernel), rounds=rounds)
 

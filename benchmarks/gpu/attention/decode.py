@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section for paged decode: the rate of reading K and V, as a share of the GPU's copy
-bandwidth.
+"""The section for paged decode: the rate of reading K and V over the GPU's copy bandwidth.
 
 The cases vary requests and context, then groups, head and block sizes, types, scales, window and
 soft cap. The cases of the targets come first, because a section's time is limited."""
@@ -108,8 +107,7 @@ def measure(place: Place, results: Results, case: Case) -> None:
 
 
 def set_ratios(results: Results) -> None:
-    """Set the targets' figures. The figure of a target over several cases is that of the worst
-    case."""
+    """Set the targets' figures; a target over several cases has the figure of the worst case."""
     rows = {row["case"]: row for row in results.rows(NAME)}
     shares = {name: row["over_device_copy"] for name, row in rows.items()}
     large = [shares[name] for name in LARGE if shares.get(name) is not None]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section that times launch parameters of decode and prefill other than those of the launch
-tables.
+"""The section that times launch parameters of decode and prefill outside of the launch tables.
 
 The engine tunes nothing at run time; the tables are checked in and come from this section. Each row
 has the parameters that the table chose, the best parameters, and all that were tried. The tables
@@ -95,8 +94,7 @@ def sweep_prefill_launches(place: Place, results: Results, case: Case) -> None:
 
 
 class _Trials:
-    """The launches that are tried on one case. The case's row of results is updated after each
-    launch."""
+    """The launches that are tried on a case, whose row of results is updated after each launch."""
 
     def __init__(
         self, place: Place, results: Results, batch: Batch, what: str, chosen: Row

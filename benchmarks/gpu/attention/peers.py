@@ -4,8 +4,7 @@
 Peers are imported from the installed packages or from the folder of `--peers`, which comes last on
 the path. No peer is required: a note is added if a peer lacks a case, gives a wrong result or
 fails. A peer's versions differ in their argument names, so a call passes only the arguments that
-the function has. The section runs last, because a kernel that breaks the device's context makes all
-later work fail."""
+the function has. The section runs last, because a kernel may break the device's context."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class PeerRefused(Exception):
 
 
 class Peer(Protocol):
-    """The attention of another project, which `__init__` imports. Raises whatever the import
-    raises."""
+    """The attention of a project, which `__init__` imports; raises whatever the import raises."""
 
     name: str
     remark: str  # a note for readers of the peer's figures
@@ -77,8 +75,7 @@ def known_arguments(
 
 
 def planes(batch: Batch, layer: int) -> tuple[Tensor, Tensor]:
-    """Return K and V of a layer as views of shape `[num_blocks, block_size, kv heads,
-    head_dim]`."""
+    """Return views of K and V of a layer, `[num_blocks, block_size, kv heads, head_dim]`."""
     key, value = batch.layers[layer].unbind(1)
     return key, value
 
@@ -91,8 +88,7 @@ def refuse_float8(batch: Batch) -> None:
 
 
 def only_tensor(answer: Any) -> Tensor:
-    """Return the attention in a peer's result, which may be a tuple of the attention and softmax
-    sums."""
+    """Return the attention in a peer's result, which may be a tuple with softmax sums."""
     first = answer[0] if isinstance(answer, tuple) else answer
     if not isinstance(first, torch.Tensor):
         raise PeerRefused(f"expected a tensor, got {type(first).__name__}")
@@ -105,8 +101,7 @@ VLLM_MODULES = (
 )
 VLLM_NEEDED = {"cu_seqlens_q", "seqused_k", "block_table", "softmax_scale"}
 # The constants of vLLM's engine, which splits contexts of a decode into 16 parts if fewer than 128
-# programs would run. A version of the kernel without arguments for buffers allocates buffers
-# itself.
+# programs would run. A version without arguments for buffers allocates buffers itself.
 SEGMENTS = 16
 FEWEST_PROGRAMS = 128
 
@@ -296,8 +291,7 @@ PEERS: tuple[type[Peer], ...] = (VllmTriton, FlashAttention3, TorchAttention, Fl
 
 
 def choose_cases(place: section.Place) -> list[Case]:
-    """Return the targets' cases in bf16; prefill comes first, because all targets are for
-    prefill."""
+    """Return the targets' cases in bf16, first prefill, for which the targets are."""
     if place.is_rehearsal:
         return [*prefill.choose_cases(place)[:2], *decode.choose_cases(place)[:2]]
     grid = [decode_case(name, requests, context) for name, requests, context in decode.GRID]
@@ -307,8 +301,7 @@ def choose_cases(place: section.Place) -> list[Case]:
 
 
 def run(place: section.Place, results: section.Results) -> None:
-    """Measure StrataKV's kernels, then one peer after the other. Raises SectionOver,
-    WrongResult."""
+    """Measure StrataKV's kernels, then all peers. Raises SectionOver, WrongResult."""
     for name in measure(place, results, NAME, choose_cases(place), PEERS):
         set_ratios(results, name)
 
@@ -321,8 +314,7 @@ def measure(
     kinds: Sequence[type[Peer]],
 ) -> Iterator[str]:
     """Add rows to section `title`: StrataKV's seconds for every case, then one peer after the
-    other. Yield a peer's name after each measured case of the peer. Raises SectionOver,
-    WrongResult."""
+    other. Yield a peer's name after each of its cases. Raises SectionOver, WrongResult."""
     rows: dict[str, section.Row] = {}
     expected: dict[str, Tensor] = {}
     rounds = place.choose(7, 5, 3)
@@ -405,8 +397,7 @@ def check_device(place: section.Place, peer: Peer) -> None:
 
 
 def set_ratios(results: section.Results, name: str) -> None:
-    """Record the geometric mean of the peer's seconds over the kernel's, for decode and for
-    prefill's grid."""
+    """Record the geometric mean of the peer's seconds over the kernel's, for decode and prefill."""
     rows = [row for row in results.rows(NAME) if name in row["peers"]]
     in_prefill = [row for row in rows if row["case"] in prefill.GRID]
     in_decode = [row for row in rows if row["kind"] == decode.NAME]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The section for paged prefill: operations per second for chunks over contexts of several lengths.
 
-Masked keys are not counted as operations. The cases of the target come first, because a section's
-time is limited."""
+Masked keys are not counted. The cases of the target are first, because time is limited."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ MIXED = ((4096, 8192), (256, 1024), (256, 0), (128, 4096), (64, 2048), (16, 512)
 
 
 def name_of(chunk: int, context: int) -> str:
-    """Return the name of a case in the tables: `2k + 32k` is 2k new tokens after a context of
-    32k."""
+    """Return the name of a case in the tables: `2k + 32k` is 2k new tokens after 32k."""
     return f"{chunk // 1024}k + {context // 1024}k"
 
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section that compares StrataKV's prefill kernel with libraries that attend to gathered K and
-V.
+"""The section that compares StrataKV's prefill kernel with libraries over gathered K and V.
 
 The time of a library includes the gather, which the engine would also need. With
 `--attention-backend auto`, the engine itself chooses between kernel and library, by a measurement
@@ -24,8 +23,7 @@ GRID = [prefill.name_of(*case) for case in ((2048, 8192), (8192, 32768), (8192, 
 
 
 class GatheredSdpa:
-    """Torch's attention over K and V that the same launch gathers, as in the engine for long chunks
-    of one request."""
+    """Torch's attention over K and V that the same launch gathers, as the engine may use it."""
 
     name = gathered_prefill.SDPA
     remark = "K and V gathered, then torch's scaled_dot_product_attention"
@@ -55,8 +53,7 @@ LIBRARIES: tuple[type[peers.Peer], ...] = (GatheredFa3, GatheredSdpa)
 
 
 def run(place: section.Place, results: section.Results) -> None:
-    """Measure StrataKV's kernel, then one library after the other. Raises SectionOver,
-    WrongResult."""
+    """Measure StrataKV's kernel, then the libraries. Raises SectionOver, WrongResult."""
     grid = {case.name: case for case in prefill.choose_cases(place)}
     cases = [grid[name] for name in GRID]
     for name in peers.measure(place, results, NAME, cases, LIBRARIES):

@@ -87,8 +87,7 @@ def run(place: Place, results: Results) -> None:
 
 
 def measure(place: Place, results: Results, case: Case) -> None:
-    """Check the bytes that a launch writes, then time the launch and add a row. Raises
-    WrongResult."""
+    """Check the bytes of a launch, then time the launch and add a row. Raises WrongResult."""
     sets = make_buffers(place, case)
     check(place, case, sets[0])
     launches: list[Launch] = [partial(buffers.write, place.kernel) for buffers in sets]
@@ -140,9 +139,8 @@ def make_buffers(place: Place, case: Case) -> list[Buffers]:
 
 
 def check(place: Place, case: Case, buffers: Buffers) -> None:
-    """Compare the whole pool with the result of the plain version on the CPU. On a CUDA device,
-    torch would multiply by a reciprocal instead of dividing as IEEE requires. Raises
-    WrongResult."""
+    """Compare the whole pool with the result of the plain version on the CPU. On CUDA, torch would
+    multiply by a reciprocal instead of dividing. Raises WrongResult."""
     cpu = torch.device("cpu")
     kv, slots = buffers.kv.to(cpu, copy=True), buffers.slots.to(cpu)
     scales = None if buffers.scales is None else buffers.scales.to(cpu, copy=True)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section that times copies of blocks from pool to slab and back by the connector's copy
-device.
+"""The section that times copies between pool and slab by the connector's copy device.
 
 The section `copies` times CUDA calls only. The section `copy device` times everything from a
 caller's request to the end of the copy: the plan, the threads, the events and the waits for events.
@@ -57,8 +56,7 @@ class Field:
         self.jobs = {Stream.STORE: jobs[: len(jobs) // 2], Stream.LOAD: jobs[len(jobs) // 2 :]}
 
     def queue(self, direction: Direction) -> tuple[list[Event], list[float]]:
-        """Queue all jobs of a direction; return the jobs' events, and the CPU seconds of each
-        call."""
+        """Queue all jobs of a direction; return the jobs' events, and each call's CPU seconds."""
         streams = {"to_host": [Stream.STORE], "to_device": [Stream.LOAD]}.get(direction)
         events, seconds = [], []
         for number in range(len(self.jobs[Stream.STORE])):

@@ -127,8 +127,7 @@ class Pump:
                 self._begin = record_event()
 
     def top_up(self) -> None:
-        """Queue jobs until JOBS_AHEAD jobs are unfinished. A rehearsal instead copies one job in
-        the call."""
+        """Queue jobs until JOBS_AHEAD jobs are unfinished. A rehearsal copies one job."""
         if self._stream is None:
             begin = time.perf_counter()
             self._launches[0]()
@@ -142,8 +141,7 @@ class Pump:
                 self._ends.append(record_event())
 
     def stop(self) -> None:
-        """End the window. Add the bytes of all finished jobs, and the time to the end of the last
-        finished job."""
+        """End the window; add the bytes of finished jobs, and the time to the last job's end."""
         self._count_finished()
         if self._begin is not None and self._finished:
             self.moved_bytes += self._finished * self._job_bytes
@@ -195,8 +193,7 @@ def measure(
     stream: torch.cuda.Stream | None,
     launch: Launch,
 ) -> Row:
-    """Time steps without copies and steps during copies, in turn. Raises WrongResult for wrong
-    copies."""
+    """Time steps without and during copies, in turn. Raises WrongResult for wrong copies."""
     windows, steps = place.choose((6, 60), (5, 60), (2, 4))
     jobs, launches = prepare_checked(place, field, method, block_bytes, method.name)
     pumps = [
@@ -220,8 +217,7 @@ def time_steps(
     steps: int,
     pumps: Sequence[Pump] = (),
 ) -> list[float]:
-    """Return the seconds of each of `steps` steps during the copies of `pumps`. All work has ended
-    on return."""
+    """Return the seconds of `steps` steps during the copies of `pumps`, when all work has ended."""
     for pump in pumps:
         pump.start()
     time_them = _time_on_cpu if stream is None else _time_on_device
@@ -278,8 +274,8 @@ def _row(
 
 
 def set_ratio(results: Results) -> None:
-    """Set the target's figure: the lowest p99 ratio of the methods with at least RATE_OF_FASTEST of
-    the fastest rate."""
+    """Set the target's figure: the lowest p99 ratio of methods with RATE_OF_FASTEST of the best
+    rate."""
     rows = results.rows(NAME)
     fastest = max((row["copies_gb_per_second"] for row in rows), default=0.0)
     ratios = [

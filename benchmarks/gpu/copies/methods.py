@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of 64 blocks between a pool on the GPU and a page-locked slab, and methods to copy the
-blocks.
+"""Jobs of 64 blocks between a pool on the GPU and a page-locked slab, and copy methods.
 
 pool  [blocks of all jobs, and as many blocks without a job]       ids in random order
 slab  [ slots of jobs to the host | slots of jobs to the device ]
@@ -45,8 +44,7 @@ class Lanes(NamedTuple):
 
 
 def make_lanes(place: Place) -> Lanes:
-    """Return two new streams, which do not wait for the default stream: the caller must
-    synchronise."""
+    """Return two new streams, without waits for the default stream: callers must synchronise."""
     if place.is_rehearsal:
         return Lanes(None, None)
     return Lanes(new_stream(), new_stream())
@@ -86,8 +84,7 @@ def page_locked(
 def time_one_way(
     place: Place, stream: torch.cuda.Stream | None, launches: Sequence[Launch]
 ) -> float:
-    """Return the seconds of one launch in `stream`, or of submitting the launch, whichever is
-    longer."""
+    """Return the seconds of one launch in `stream`, or of its submission if that is longer."""
     with on(stream):
         return time_launches(place, launches, in_graph=False).median
 
@@ -95,8 +92,7 @@ def time_one_way(
 def time_both_ways(
     place: Place, lanes: Lanes, to_host: Sequence[Launch], to_device: Sequence[Launch]
 ) -> float:
-    """Return the seconds of one launch in each direction at the same time, that is, of the slower
-    direction."""
+    """Return the seconds of two concurrent launches, one in each direction."""
 
     def wait(waiting: torch.cuda.Stream | None, other: torch.cuda.Stream | None) -> None:
         if waiting is not None and other is not None:
@@ -111,8 +107,7 @@ def time_both_ways(
         functools.partial(launch_pair, out, back)
         for out, back in zip(to_host, to_device, strict=True)
     ]
-    # The timing events are in the stream to the host; events make the other stream start and end
-    # with it.
+    # The timing events are in the stream to the host, with which the other stream starts and ends.
     begin = functools.partial(wait, lanes.to_device, lanes.to_host)
     end = functools.partial(wait, lanes.to_host, lanes.to_device)
     launches: list[Launch] = [begin, *pairs, end]
@@ -146,8 +141,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """The memory of one section, pool and slab with random bytes, and a stream for each
-    direction."""
+    """The memory of one section, a pool and a slab of random bytes, and a stream per direction."""
 
     pool: torch.Tensor  # uint8 [4 * half_bytes]
     slab: torch.Tensor  # uint8 [2 * half_bytes]
@@ -198,14 +192,12 @@ class Field:
 
 
 def count_jobs(half_bytes: int, block_bytes: int) -> int:
-    """Return the number of jobs with blocks of `block_bytes` that fit into half of the slab: 1 to
-    MAX_JOBS."""
+    """Return how many jobs with such blocks fit into half of the slab: 1 to MAX_JOBS."""
     return max(1, min(MAX_JOBS, half_bytes // (BLOCKS * block_bytes)))
 
 
 def scattered_ids(count: int, run_length: int, generator: torch.Generator) -> torch.Tensor:
-    """Return the numbers 0 to `count` - 1, as runs of `run_length` consecutive numbers in random
-    order."""
+    """Return 0 to `count` - 1, as runs of `run_length` consecutive numbers in random order."""
     runs = torch.randperm(count // run_length, generator=generator)
     return (runs[:, None] * run_length + torch.arange(run_length)).flatten()
 
@@ -283,8 +275,8 @@ def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Launch:
 def prepare_batched(
     place: Place, job: Job, stream: torch.cuda.Stream | None, *, merges: bool = False
 ) -> Launch:
-    """Return a function that copies all blocks in one batched call; `merges` joins adjacent blocks
-    to one copy."""
+    """Return a function that copies all blocks in one batched call; `merges` joins adjacent
+    blocks."""
     addresses = job_addresses(job)
     batch = merge_neighbours(*addresses) if merges else Batch(*addresses)
     if place.is_rehearsal or stream is None:
@@ -294,8 +286,7 @@ def prepare_batched(
 
 
 def prepare_staged(place: Place, job: Job, stream: torch.cuda.Stream | None) -> Launch:
-    """Return a function that gathers the blocks into a device buffer and copies the buffer, or the
-    reverse."""
+    """Return a function that gathers the blocks into a buffer and copies it, or the reverse."""
     ids, rows = job.block_ids.to(job.pool.device), _rows(job)
     staging = torch.empty(rows.shape, dtype=rows.dtype, device=job.pool.device)
 
@@ -346,8 +337,7 @@ def prepare_checked(
     direction: Direction = "both",
 ) -> tuple[list[list[Job]], list[list[Launch]]]:
     """Return the jobs of each direction with their launches. Each launch has run once, and its
-    copies have been compared. The lists are empty for a direction that `direction` excludes. Raises
-    WrongResult."""
+    copies have been compared. The lists are empty for an excluded direction. Raises WrongResult."""
     of_lanes = field.jobs(
         block_bytes, run_length=method.run_length, slots_in_order=method.slots_in_order
     )

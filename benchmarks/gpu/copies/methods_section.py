@@ -125,8 +125,7 @@ def submit_microseconds(
 
 
 def merge_microseconds(job: Job) -> float:
-    """Return the median CPU time, in microseconds, of joining a job's adjacent blocks before the
-    launch."""
+    """Return the median CPU time, in microseconds, of joining a job's adjacent blocks."""
     addresses = job_addresses(job)
     taken = []
     for _ in range(SUBMISSIONS):

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section that times the first token of prompts whose document is computed, or in pool, CPU
-tier or SSD tier.
+"""The section that times the first token if a document is computed, or in pool, CPU or SSD.
 
 For each length, an engine without a server answers questions about a few documents; its pool is
 little larger than one document. A question about each document is sent with nothing cached
 (`cold`), directly after another question about the document (`pool`), after the other documents
 have evicted the document from the pool (`cpu`), and after a restart (`ssd`). A phase whose document
-does not come from its tier is an error, and so is a first token that was unlikely with nothing
-cached."""
+does not come from its tier is an error, and so is a first token that was unlikely."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section that times a decode step of the whole engine, and its bound: one read of weights and
-KV.
+"""The section that times a decode step of the engine, and its bound: a read of weights and KV.
 
     bound = (weights + K and V of all requests) / rate of the copy on the GPU in the same run
 
@@ -108,8 +107,7 @@ def _add(bench: _Bench, results: Results, case: Case) -> None:
 
 
 def make_options(place: Place, way: Way, shapes: Sequence[Shape]) -> dict[str, Any]:
-    """Return the options of an engine with space for each batch of `shapes`, or for as many
-    requests as fit."""
+    """Return the options of an engine with space for the batches of `shapes`, if possible."""
     room = WARM_UPS + place.choose(*STEPS) + 1
     longest = -(-(max(context for _, context in shapes) + room) // BLOCK_SIZE)
     requests = max(requests for requests, _ in shapes)
@@ -167,8 +165,7 @@ class _Bench:
         return Timing.of(taken), self._weight_bytes + kv_bytes
 
     def _steps_of(self, case: Case, names: list[str]) -> Iterator[SchedulerOutput]:
-        """Yield the steps. The first step adds the requests, of each of which all but one token are
-        computed."""
+        """Yield the steps. The first step adds requests with all but one token computed."""
         each = -(-(case.context + self._room) // BLOCK_SIZE)
         scheduled = dict.fromkeys(names, 1)
         prompt = np.arange(case.context, dtype=np.int32) % 500
