@@ -5,12 +5,12 @@
     python tools/follow_block.py --list      the modules and doors too
     python tools/follow_block.py --runs 3    three times, each in a process of its own
 
-An engine with the embedded model, a small pool and a smaller slab computes a prompt. It then
-computes other prompts until the pool and the slab have evicted the first prompt's blocks, and then
+An engine with the embedded model, a small pool and a smaller slab computes a prompt. The engine
+then computes other prompts until pool and slab have evicted the first prompt's blocks, and computes
 the first prompt again. A module counts if one of its functions ran, in any thread, between the
-first and the last of these requests; code that runs only at the start or end of the engine does not
-count. A door is a pair of functions in different files below `FLOORS`, one of which called the
-other. The exit status is 1 unless the request's own counts say that its blocks came from the SSD.
+first and the last request; code that runs only at the start or end of the engine does not count. A
+door is a pair of functions in different files below `FLOORS`, one of which called the other. The
+exit status is 1 unless the request's own counts say that its blocks came from the SSD.
 
 The tool imports only `LLM` and `SamplingParams` from the package, so it can be run on another
 version: it follows the package that this Python imports."""

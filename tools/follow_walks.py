@@ -2,7 +2,7 @@
 """Follows three paths through the code as a reader would, and counts how often the file changes.
 
     python tools/follow_walks.py                the counts, and the files in the order of reading
-    python tools/follow_walks.py chat --list    the functions too, of one of them
+    python tools/follow_walks.py chat --list    one walk, with its functions
 
     admission   a request whose blocks are in the CPU tier is admitted while another runs: once
                 to load its blocks and, after the load, once to run

@@ -2,7 +2,7 @@
 """Counts what makes the code hard to read: the counts of `house_counts.py`, and forbidden words.
 
     python tools/house.py           one line for each count
-    python tools/house.py --list    every finding behind it
+    python tools/house.py --list    the findings of each count
     python tools/house.py --lower   write what has fallen into tests/house_limits.json
 
 `house_words.py` lists the forbidden words, which are searched in identifiers, not in strings or
@@ -96,7 +96,7 @@ def read_source(module: Module) -> Source:
             name: str | None = getattr(node, attribute)
             # Names of test functions are sentences, whose words are not checked.
             if name is not None and not (kind is Kind.FUNCTION and name.startswith("test_")):
-                last = name.rpartition(".")[2]  # of `import a.b`
+                last = name.rpartition(".")[2]  # `b` for `import a.b`
                 source.names.setdefault(Identifier(last, kind), node.lineno)
     return source
 

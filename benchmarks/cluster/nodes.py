@@ -112,7 +112,7 @@ def open_cache(cpu_bytes: int) -> Iterator[Cache]:
 
 
 def open_router(prefill: Sequence[Node], decode: Sequence[Node], scratch: Path) -> Node:
-    """Start `stratakv route` as proxy of these nodes."""
+    """Start `stratakv route` as proxy of `prefill` and `decode` nodes."""
     words = ["route"]
     for role, nodes in (("--prefill", prefill), ("--decode", decode)):
         words += [word for node in nodes for word in (role, f"http://{HOST}:{node.port}")]

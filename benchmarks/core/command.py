@@ -97,7 +97,7 @@ RATIOS: Mapping[str, tuple[str, str]] = {
     "hash_over_sha256_alone": ("hash", "sha256_alone"),
     "steps_with_waiting_over_without": ("steps_with_waiting", "steps"),
 }
-# comparison → the case with two groups, the case with one; both in processor seconds
+# comparison → the case with two groups, the case with one group, in processor seconds
 TWO_OVER_ONE: Mapping[str, tuple[str, str]] = {
     "steps": ("steps_two_groups", "steps"),
     "steps_full_and_window": ("steps_full_and_window", "steps"),

@@ -166,7 +166,7 @@ def draw_prefill(
 
 
 def draw_sweep(rows: Sequence[Row], _: Ceilings) -> Any:
-    """Draw the time of every tried launch, divided by the time of the chosen one."""
+    """Draw the time of every tried launch, divided by the time of the chosen launch."""
     rows = [row for row in rows if "best_over_chosen" in row]
     if not rows:
         return None

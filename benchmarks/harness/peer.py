@@ -100,7 +100,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class PeerRun:
-    """The output tokens of each prompt, and the seconds for all of them."""
+    """The output tokens of each prompt, and the seconds for all prompts."""
 
     seconds: float
     token_ids: list[list[int]]

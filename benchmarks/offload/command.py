@@ -282,7 +282,7 @@ def measure(report: Report, plan: Plan, console: Console) -> None:
 def measure_costs(
     report: Report, sections: Sequence[str], model: Path, quick: bool, console: Console
 ) -> None:
-    """Run the sections without a server in a child process, and `no_hit` in several."""
+    """Run the sections without a server in a child process, and `no_hit` in several processes."""
     chosen = [name for name in sections if name in COSTS]
     if not chosen:
         return

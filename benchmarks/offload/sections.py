@@ -371,7 +371,7 @@ def measure_in_child(
 def measure_here(
     sections: Sequence[str], model: Path, scratch: Path, quick: bool, told: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run the sections here, with the result of `measure_in_child`. Raises RunFailed and
+    """Run the sections in this process, like `measure_in_child`. Raises RunFailed and
     OtherTokens."""
     figures, ratios = {}, {}
     for name in sections:

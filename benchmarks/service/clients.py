@@ -81,7 +81,7 @@ class _Client:
         """Do nothing; the answer means that the client's memory is ready."""
 
     def open(self, name: str, plan: transports.Plan) -> None:
-        """Open a transport and store every block once. If that fails, close the transport."""
+        """Open a transport and store every block once. If a store fails, close the transport."""
         self._transports[name] = TRANSPORTS[plan.kind](self._blocks, **plan.options)
         try:
             self.move(name, "store", 1)

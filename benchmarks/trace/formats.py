@@ -318,7 +318,7 @@ class _Generator:
         self._heads: dict[int, list[int]] = {}
         self._num_blocks = 0
         self._serial = 0
-        self._events: list[tuple[float, int, _Session | None]] = []  # None: a new one
+        self._events: list[tuple[float, int, _Session | None]] = []  # None: a new session
 
     def run(self, requests: int) -> Trace:
         self._at(0.0, None)

@@ -63,9 +63,9 @@ def _attend(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):
-    """Add the keys `first_key` … `last_key` to the running sums of a tile. If MASKED is false,
-    every row sees all of these keys. If MASKED is true, each row sees only some of them. Keys from
-    `key_end` on are not loaded; with a window, V before `key_begin` is not loaded either."""
+    """Add the keys `first_key` … `last_key` to the running sums of a tile. MASKED is false if every
+    row sees all keys, and true if some rows see only some keys. Keys from `key_end` on are not
+    loaded; with a window, V before `key_begin` is not loaded either."""
     dims = tl.arange(0, PADDED_DIM)
     for start in range(first_key, last_key, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)

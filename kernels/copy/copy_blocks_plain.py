@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of blocks in plain torch: the reference for the Triton kernel, and its substitute.
+"""Copies of blocks in plain torch: the reference for the Triton kernel, used where Triton cannot.
 
 The plain copies wait for the device, because the host reads the ids. A few blocks are copied at a
 time, to keep the temporary copy small."""

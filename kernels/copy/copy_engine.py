@@ -123,7 +123,7 @@ def copy_batch_plain(batch: Batch) -> None:
 
 
 class CudaRuntime:
-    """The functions of a CUDA runtime library. Any thread may call these functions.
+    """The functions of a CUDA runtime library. Any thread may call a CudaRuntime.
 
     The functions use the current device of the calling thread, which must be the device of the
     stream. `refusal` is the reason why the library has no batched copies, or None."""

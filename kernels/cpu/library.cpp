@@ -173,8 +173,8 @@ EXPORTED int64_t stratakv_cpu_ban(float *logits, int64_t row, int64_t num_tokens
 }
 
 // Touches each page from `memory` on, so that the system allocates it, until `*ends` is not 0. The
-// bytes do not change, and other threads may write to them. A touch delays no other thread, while
-// `madvise` would delay threads that map memory.
+// bytes do not change, and other threads may write to the pages. A touch delays no other thread,
+// while `madvise` would delay threads that map memory.
 EXPORTED int64_t stratakv_cpu_take_pages(char *memory, int64_t bytes, const int64_t *ends) {
     constexpr int64_t PAGE = 4096;
     for (int64_t at = 0; at < bytes && !__atomic_load_n(ends, __ATOMIC_RELAXED); at += PAGE)

@@ -239,7 +239,8 @@ void multiply_packed(const T *a, int64_t a_row, int64_t rows, const Matrix &matr
 
 // Targets of a product's results (Stored, Widened, Added, Gated), each for some rows, of which the
 // first is row 0. `send_for_panel` prefetches the cache lines to which a panel of results is
-// written. It must be inlined, because GCC omits calls of a function that only prefetches.
+// written. The function must be inlined, because GCC omits calls of a function that only
+// prefetches.
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 template <class A, class O> ALWAYS_INLINE void send_for_panel(const O *to) {
 #pragma GCC unroll 2

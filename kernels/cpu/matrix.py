@@ -73,8 +73,8 @@ class PackedMatrix:
     """A packed matrix, which computes `x @ weight.T + bias`, or a packed pair, which computes
     `activation(x @ gate.T + bias) * (x @ up.T + bias)`.
 
-    A PackedMatrix has no reference to the original weights. Only one thread at a time may use
-    it."""
+    A PackedMatrix has no reference to the original weights. Only one thread at a time may use a
+    PackedMatrix."""
 
     num_puts = 0  # calls of `put_adapter` of all matrices
 
@@ -208,9 +208,9 @@ class PackedMatrix:
 
     def gather_rows(self, ids: Tensor) -> Tensor:
         """Return the rows `ids` (int64 `[n]`) of the matrix, unpacked, as `[n, ins]`; the matrix
-        must not be a pair. So one packed matrix serves as embedding and as output matrix. Each
-        element takes some 6 ns, because the elements of a row are not adjacent in the packed order.
-        Raises IndexError for ids outside the matrix."""
+        must not be a pair. With this method, one packed matrix serves as embedding and as output
+        matrix. Each element takes some 6 ns, because the elements of a row are not adjacent in the
+        packed order. Raises IndexError for ids outside the matrix."""
         if self.matrix.is_pair:
             raise ValueError("expected one matrix to look rows up in, got a pair")
         # Panels have padding after the last row, and a negative id would index from the end. One

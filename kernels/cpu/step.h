@@ -33,7 +33,7 @@ struct Step {
     int64_t out_row, out_head;
     int64_t k_row, k_head;
     int64_t v_row, v_head;
-    int64_t block_stride, token_stride, head_stride;  // of keys and of values
+    int64_t block_stride, token_stride, head_stride;  // strides of keys and of values
     int64_t num_blocks, block_size;
     int64_t heads, kv_heads, head_dim;
     int64_t window;   // tokens that a position sees, itself included; 0: all
@@ -125,10 +125,10 @@ struct Pass {
     void *result;                  // [wanted, hidden], elements: the normed hidden states
     const int64_t *positions;      // [tokens]
     const int64_t *wanted;         // [num_wanted]: rows; null: all rows, in order
-    // In the last layer, attention is computed for these rows only, and keys and values for all
+    // In the last layer, attention is computed for `last_rows` only, and keys and values for all
     // rows; null: attention for all rows. With `last_step`, the queries must end at the end of a
     // panel.
-    const struct Step *last_step;  // the step of the last layer's view, for these rows
+    const struct Step *last_step;  // the step of the last layer's view, for `last_rows`
     const int64_t *last_rows;      // [last_step->num_tokens]: indices of the rows among the tokens
     const int64_t *last_wanted;    // [num_wanted]: index of each wanted row in `last_rows`
     void *const *states;           // [layers + 1], each null or as x, for the hidden states that go

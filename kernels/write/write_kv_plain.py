@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV writes in plain torch: the reference for the Triton kernel, and its substitute.
+"""KV writes in plain torch: the reference for the Triton kernel, used where Triton cannot run.
 
 The plain and the Triton kernel quantise by the same operations in the same order, so their results
 are equal in every bit. The plain kernel waits for the device, because the host reads the slots to

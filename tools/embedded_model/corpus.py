@@ -2,7 +2,7 @@
 """Text and tokenizer of the embedded model: CPython's documentation and docstrings.
 
 The module makes plain documents from a documentation tree (reStructuredText sources) and from the
-docstrings of the running Python's standard library. It holds out whole topics, makes short
+docstrings of the running Python's standard library. The module holds out whole topics, makes short
 question-and-answer chats from the docstrings, and trains the tokenizer.
 
 Nothing is downloaded: the caller names the folder of the documentation. The RST is cleaned only

@@ -4,8 +4,8 @@
 A state dict of this module is a valid weight file for `LlamaForCausalLM` with tied embeddings, so
 the export does not rename weights.
 
-The module computes losses for training and for the held-out evaluation, and writes weights. It has
-no key-value cache and no sampling."""
+The module computes losses for training and for the held-out evaluation, and writes weights. The
+module has no key-value cache and no sampling."""
 
 from __future__ import annotations
 

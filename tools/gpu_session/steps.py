@@ -21,7 +21,7 @@ STEPS = ("first", "figures", "probe", "tests", "bench", "full", "sanitize")
 
 GPU_TESTS = ("kernels", "connector/device", "engine/worker", "benchmarks/gpu")
 # Tests of streams, events and graphs, which depend on the order of work on the GPU. In the step
-# `tests`, these tests run alone.
+# `tests`, ALONE_TESTS run alone.
 ALONE_TESTS = (
     "kernels/test_stream_order.py",
     "kernels/test_graph_capture.py",

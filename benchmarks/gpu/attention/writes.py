@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The section for KV writes: bytes per second, as a share of the GPU's copy bandwidth.
 
-K and V are slices of one qkv tensor, as after a fused projection. The least number of bytes is that
-of keys, values, slots and scales of tokens, each read and written once."""
+K and V are slices of one qkv tensor, as after a fused projection. The floor of the bytes is a read
+of K, V and slots, and a write of K, V and scales of tokens."""
 
 from __future__ import annotations
 
