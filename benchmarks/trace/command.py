@@ -51,8 +51,8 @@ def fill_report(
 
     gap_closed                sum(hit - LRU) / sum(OPT - LRU) over all traces and capacities
     worst_points_below_lru    the largest difference, in points, of LRU's hit rate and the policy's
-    admission_written_over_write_through_TRACE_PAIR   blocks written with the filter, over those
-    that write-through writes
+    admission_written_over_write_through_TRACE_PAIR   blocks written with the filter, over blocks
+    written by write-through
     admission_points_lost_TRACE_PAIR                  points that the filter loses in write-back
     admission_points_below_write_through_TRACE_PAIR   points by which it is below write-through"""
     report.figures["plan"]["traces"] = {
