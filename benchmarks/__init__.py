@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks that `stratakv bench` runs. Only the command line imports this package."""
+"""The benchmarks of the command `stratakv bench`. Only the command line imports the package."""

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the pictures of earlier runs again from their JSON.
+"""Draws the pictures of earlier benchmark runs again, from the JSON of the runs.
 
-`python -m stratakv.benchmarks.redraw FILE.json ...` writes FILE.png beside each file, or FILE.svg
-with `--svg`."""
+`python -m stratakv.benchmarks.redraw FILE.json ...` writes FILE.png, or with `--svg` FILE.svg."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ _DRAW = {
 
 
 def draw(report: Report, path: Path) -> list[Path]:
-    """Draw a run's figures: one picture at `path`, or for a GPU run one for each section beside
-    it."""
+    """Draw a run's figures: one picture at `path`, or for a GPU run one per section in its
+    folder."""
     if report.name == "gpu":
         results = Results(report, path.parent)
         return [each for every in SECTIONS if (each := every.plot(results, path.parent))]

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill node, a decode node, the cache server between them and the proxy in front.
+"""A demo cluster on one machine: a prefill node, a decode node, a cache server and the proxy.
 
-    deploy/cluster.sh                            says how to start each of them on a host of its own
-    deploy/cluster.sh --demo                     all four here: asks, prints a table, and ends
+    deploy/cluster.sh                            prints how to start each part on its own host
+    deploy/cluster.sh --demo                     starts all parts, prints a table, and ends
 
-Each prompt is asked twice: of one node that does everything, and through the proxy. A cache_salt
-of its own keeps the first from leaving anything that the second could find.
+Each prompt is sent twice: to one node that computes everything, and to the proxy. The first request
+has its own cache_salt, so that its blocks are not found by the second request.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from local_programs import (
     run,
 )
 
-# Sentences of each prompt, and tokens of each answer. The embedded model reads 4,096 tokens.
+# The numbers of sentences of the prompts, and the tokens of each answer, within the embedded
+# model's 4,096 tokens.
 SENTENCES, OUTPUT_TOKENS = (15, 30, 45), 16
 CACHE_BYTES = "512MiB"
 COMPUTED = re.compile(
     r'^vllm:prompt_tokens_by_source_total\{[^}]*source="local_compute"[^}]*\} (\S+)$', re.MULTILINE
 )
-# In float64 a prompt's blocks are the same in whatever steps they are computed; float32 can differ
-# in the last digit, and with it a token where two are nearly as likely.
+# In float64, a prompt's blocks do not depend on the steps in which they are computed. In float32, a
+# last digit may differ, which may change a token if two tokens are nearly as likely.
 NODE_FLAGS = ("--dtype", "float64", "--kv-offload-load", "always")
 TITLE = """\
 prompt | computed on  | loaded by   | computed on | first token, | first token,
@@ -67,7 +68,7 @@ All four on this machine, for a try: deploy/cluster.sh --demo"""
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer, the prompt's tokens that were cached and loaded, and its first token's time."""
+    """An answer, its cached and loaded prompt tokens, and the time to its first token."""
 
     text: str
     first_token_seconds: float
@@ -105,7 +106,7 @@ def parse() -> argparse.Namespace:
 
 
 def demo(model: str | None) -> None:
-    """Start all four, ask, and print the table."""
+    """Start all four parts, send the prompts, and print the table."""
     with programs() as started:
         cache_port, data_port, *rest = free_ports(5)
         ports = Ports(*rest)
@@ -122,7 +123,7 @@ def demo(model: str | None) -> None:
         words = ["--prefill", f"http://{HOST}:{ports.prefill}"]
         words += ["--decode", f"http://{HOST}:{ports.decode}", "--port", str(ports.proxy)]
         started.start("proxy", ["route", *words]).wait_for_health(ports.proxy)
-        for role, port in zip(roles, node_ports, strict=True):  # work that a node does once
+        for role, port in zip(roles, node_ports, strict=True):  # warms each node up
             ask(f"{role} node", port, STORY, salt="first")
         print(TITLE, flush=True)
         differ = [number for number in SENTENCES if not compare(ports, number)]
@@ -132,7 +133,8 @@ def demo(model: str | None) -> None:
 
 
 def compare(ports: Ports, sentences: int) -> bool:
-    """Ask one prompt in both ways and print a row; whether the answers are equal."""
+    """Send one prompt to a node and to the proxy, print a row; return whether the answers are
+    equal."""
     prompt = f"The log of {sentences} days. " + STORY * sentences
     alone = ask("decode node", ports.decode, prompt, salt="alone")
     before = computed_tokens(ports.prefill)
@@ -147,7 +149,7 @@ def compare(ports: Ports, sentences: int) -> bool:
 
 
 def ask(name: str, port: int, prompt: str, salt: str | None = None) -> Answer:
-    """Ask for a streamed completion."""
+    """Request a streamed completion."""
     body = {
         "prompt": prompt,
         "max_tokens": OUTPUT_TOKENS,
@@ -179,13 +181,14 @@ def ask(name: str, port: int, prompt: str, salt: str | None = None) -> Answer:
         raise Failed(f"the {name} ended its answer in the middle")
     details = usage["prompt_tokens_details"]
     tiers = details.get("cached_tokens_by_tier") or {}
-    # From the cache server, much of it while the prompt was computed and so through the cpu tier.
+    # Blocks from the cache server count under any tier below the pool: some blocks arrive while the
+    # prompt is computed, and are then in the cpu tier.
     loaded = sum(tokens for tier, tokens in tiers.items() if tier != "pool")
     return Answer(text, first, usage["prompt_tokens"], details["cached_tokens"], loaded)
 
 
 def events_of(response: Any) -> Iterator[Any]:
-    """The events of a stream up to its end."""
+    """Yield the events of a stream up to its end."""
     for line in response:
         data = line.decode().strip().removeprefix("data: ")
         if data == "[DONE]":
@@ -195,7 +198,7 @@ def events_of(response: Any) -> Iterator[Any]:
 
 
 def computed_tokens(port: int) -> int:
-    """Prompt tokens that the node at this port has computed itself."""
+    """Return the number of prompt tokens that the node at this port has computed and not loaded."""
     return sum(int(float(count)) for count in COMPUTED.findall(get(port, "/metrics", 5.0)))
 
 

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# A prefill node, a decode node, a cache server and a proxy; cluster.py says more. PYTHON is the
-# interpreter that StrataKV is installed for; without it one is looked for.
+# Runs cluster.py: a prefill node, a decode node, a cache server and a proxy. PYTHON may name the
+# interpreter for which StrataKV is installed; otherwise find-python.sh finds one.
 here=$(dirname -- "$0")
 . "$here/find-python.sh"
 exec "$python" "$here/cluster.py" "$@"

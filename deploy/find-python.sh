@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# Sets `python` to the interpreter that StrataKV is installed for: PYTHON where it is given, else
-# python3, else that of .venv in the clone that these files lie in. Read by the scripts beside it,
-# which set `here`.
+# Sets `python` to the interpreter for which StrataKV is installed: PYTHON if it is set, else
+# python3, else that of .venv in this clone. The scripts cluster.sh and two-engines.sh set `here`
+# and source this file.
 has_stratakv() { "$1" -P -c 'import stratakv' 2>/dev/null; }
 python=${PYTHON:-python3}
 if [ -z "${PYTHON:-}" ] && ! has_stratakv python3 && [ -x "$here/../.venv/bin/python" ]; then

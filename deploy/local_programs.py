@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of StrataKV on this machine: started, looked after, asked and ended.
+"""Processes of StrataKV commands on this machine, for the demos two_engines.py and cluster.py.
 
-The part that two_engines.py and cluster.py share. Needs nothing but an installed StrataKV.
+The module needs only an installed StrataKV.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HOST = "127.0.0.1"
 COMMAND = [sys.executable, "-P", "-m", "stratakv.engine.cli.main"]
 START_SECONDS, END_SECONDS, ANSWER_SECONDS = 180.0, 30.0, 120.0
 PAUSE_SECONDS = 0.2
-# To this machine and through no proxy, whatever the environment says.
+# Requests to this machine go through no proxy, even if the environment names an HTTP proxy.
 STRAIGHT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STORY = (
@@ -31,21 +31,21 @@ STORY = (
 
 
 class Failed(Exception):
-    """A program did not start or did not answer; the message says which."""
+    """A program did not start or did not answer; the message names the program."""
 
 
 class Told(Exception):
-    """A signal asked for the end of this process."""
+    """A signal has requested the end of this process."""
 
 
 class Program:
-    """A program, with its output in a file."""
+    """The process of a program, with its output in a file."""
 
     def __init__(self, name: str, words: list[str], log: Path) -> None:
         self.name = name
         self.log = log
         with log.open("wb") as sink:
-            # A group of its own, so that Ctrl-C ends them one after the other and not all at once.
+            # Each program has its own process group, so that Ctrl-C does not end all at once.
             self._process = subprocess.Popen(
                 [*COMMAND, *words],
                 stdin=subprocess.DEVNULL,
@@ -55,14 +55,14 @@ class Program:
             )
 
     def check(self) -> None:
-        """Raises Failed if it has ended."""
+        """Raise Failed if the program has ended."""
         code = self._process.poll()
         if code is not None:
             lines = self.log.read_text(errors="replace").splitlines()[-5:]
             raise Failed("\n".join([f"the {self.name} ended with code {code}:", *lines]))
 
     def wait_for_port(self, port: int) -> None:
-        """Wait until something listens at the port. Raises Failed after START_SECONDS."""
+        """Wait until a process listens at the port. Raises Failed after START_SECONDS."""
         self._wait(lambda: socket.create_connection((HOST, port), 1.0).close())
 
     def wait_for_health(self, port: int) -> None:
@@ -98,8 +98,8 @@ class Programs(list[Program]):
         self._folder = folder
 
     def start(self, name: str, words: list[str]) -> Program:
-        """Start a program, with a log of its own, and add it."""
-        with _signals_later():  # or one that runs already would not be in the list
+        """Start a program, with its own log, and append it."""
+        with _signals_later():  # so that a program that runs is in the list
             self.append(Program(name, words, self._folder / f"{name.replace(' ', '-')}.log"))
         return self[-1]
 
@@ -111,14 +111,14 @@ class Programs(list[Program]):
     def start_engine(
         self, name: str, port: int, model: str | None, cache_port: int, *flags: str
     ) -> Program:
-        """Start an engine with that cache server below a small slab."""
+        """Start an engine with a small CPU tier and, below it, the cache server at `cache_port`."""
         words = ["serve", *([] if model is None else [model]), "--host", HOST, "--port", str(port)]
         tiers = ["--kv-offload", f"cpu,grpc://{HOST}:{cache_port}"]
         return self.start(name, [*words, *tiers, "--kv-offload-cpu-bytes", "128MiB", *flags])
 
     def end(self) -> None:
-        """End all programs, the last one first: engines hand their blocks over."""
-        for number in SIGNALS:  # it is ending, and a second signal should leave nothing behind
+        """End all programs, the last one first, so that the cache server gets all blocks."""
+        for number in SIGNALS:  # a second signal must not interrupt the ending
             signal.signal(number, signal.SIG_IGN)
         for program in reversed(self):
             program.end()
@@ -126,7 +126,7 @@ class Programs(list[Program]):
 
 @contextlib.contextmanager
 def programs() -> Iterator[Programs]:
-    """A list for programs, empty at first. All in it are ended, whatever happens."""
+    """Yield an empty list for programs. On exit, all programs in the list are ended."""
     with tempfile.TemporaryDirectory(prefix="stratakv-deploy-") as folder:
         started = Programs(Path(folder))
         try:
@@ -137,7 +137,7 @@ def programs() -> Iterator[Programs]:
 
 @contextlib.contextmanager
 def _signals_later() -> Iterator[None]:
-    """A signal that comes meanwhile raises Told at the end."""
+    """Delay signals: a signal inside the context raises Told at the context's end."""
     came: list[int] = []
     before = [signal.signal(number, lambda *_: came.append(1)) for number in SIGNALS]
     try:
@@ -150,7 +150,7 @@ def _signals_later() -> Iterator[None]:
 
 
 def run(work: Callable[[], object]) -> int:
-    """The exit code of `work`, which ends early where a signal comes."""
+    """Run `work`, which a signal ends early; return the exit code."""
 
     def tell(*_: object) -> None:
         raise Told
@@ -168,7 +168,7 @@ def run(work: Callable[[], object]) -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports at which no process listens."""
+    """Return ports at which no process listens."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -177,7 +177,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def get(port: int, path: str, seconds: float) -> str:
-    """The body of the answer to a GET on this machine, as text."""
+    """Return the body of the answer to a GET request to this machine, as text."""
     with STRAIGHT.open(f"http://{HOST}:{port}{path}", timeout=seconds) as response:
         body: bytes = response.read()
         return body.decode()

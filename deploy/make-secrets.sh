@@ -1,19 +1,19 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Makes what a cluster keeps secret, in a new folder, with OpenSSL 3:
+# Makes the keys, tokens and certificates of a cluster, in a new folder, with OpenSSL 3:
 #
 #     deploy/make-secrets.sh FOLDER NAME...
 #
-# NAMEs are the host names (*.x.y.z for all below) and addresses at which the cache server and the
-# nodes are reached; the certificates are for all of them, for a year.
+# NAMEs are the host names (*.x.y.z for all names below x.y.z) and addresses of the cache server and
+# the nodes; each certificate is valid for all NAMEs, for a year.
 #
-#     token                    of the cache server, for its nodes
-#     ca.crt, ca.key           the authority; ca.key is needed again only for more certificates
+#     token                    what the nodes send to the cache server
+#     ca.crt, ca.key           certificate authority; ca.key is only needed for new certificates
 #     cache.crt, cache.key     certificate and key of the cache server
-#     node.crt, node.key       of the nodes, where they speak HTTPS
-#     api-key                  what clients send
-#     tenant-secret            separates these blocks from those of other clusters
-#     admin-key                what /nodes of the proxy asks for
+#     node.crt, node.key       certificate and key of the nodes, for HTTPS
+#     api-key                  key that clients send
+#     tenant-secret            separates the cluster's blocks from those of other clusters
+#     admin-key                key for the route /nodes of the proxy
 set -eu
 umask 077
 if [ $# -lt 2 ]; then
@@ -34,7 +34,7 @@ for name in "$@"; do
     names=${names:+$names,}$kind:$name
 done
 
-# A certificate and its key; openssl says much, which counts only if it fails.
+# Makes a certificate and its key; the output of openssl is shown only if openssl fails.
 certificate() {
     file=$1
     shift

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two engines that share a cache server, on this machine, without containers.
 
-    deploy/two-engines.sh                        until Ctrl-C; prints how to try it
-    deploy/two-engines.sh --demo                 asks one engine, then the other, and ends
+    deploy/two-engines.sh                        runs until Ctrl-C; prints commands to try it
+    deploy/two-engines.sh --demo                 sends a request to each engine, and ends
 
-Needs nothing but an installed StrataKV. For several machines start the same three commands there,
-with TLS and a token: docs/commands.md.
+The script needs only an installed StrataKV. On several machines, start the same three commands with
+TLS and a token: docs/commands.md.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def parse() -> argparse.Namespace:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Run all three, until a signal ends them."""
+    """Run both engines and the cache server until a signal, or run the demo."""
     with programs() as started:
         cache_port, data_port = two_ports(options.cache_port)
         ports = two_ports(options.port)
@@ -88,7 +88,7 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def two_ports(first: int) -> tuple[int, int]:
-    """A port and the next one, or two free ones for 0."""
+    """Return `first` and the next port, or two free ports if `first` is 0."""
     if first:
         return first, first + 1
     one, two = free_ports(2)
@@ -96,7 +96,7 @@ def two_ports(first: int) -> tuple[int, int]:
 
 
 def how_to_try(ports: tuple[int, int], cache_port: int) -> str:
-    """Lines for a shell."""
+    """Return shell commands that try the engines."""
     text = f"TEXT=\"$(yes '{STORY.strip()}' | head -40 | tr '\\n' ' ')\""
     body = """'{"prompt": "'"$TEXT"'", "max_tokens": 32}'"""
     asks = [
@@ -118,7 +118,7 @@ def how_to_try(ports: tuple[int, int], cache_port: int) -> str:
 
 
 def demo(ports: tuple[int, int]) -> None:
-    """Ask one engine to complete a prompt, and the other one to go on."""
+    """Send a prompt to one engine, and prompt, answer and more text to the other engine."""
     text = STORY * 40
     answer = complete("first", ports[0], text)
     wait_shared(ports[0])
@@ -126,7 +126,7 @@ def demo(ports: tuple[int, int]) -> None:
 
 
 def complete(name: str, port: int, prompt: str) -> str:
-    """Ask for a completion; print what was found in a cache."""
+    """Request a completion, print the numbers of cached tokens by tier, and return the text."""
     began = time.monotonic()
     body = json.dumps({"prompt": prompt, "max_tokens": 24, "temperature": 0}).encode()
     request = urllib.request.Request(
@@ -153,7 +153,7 @@ def complete(name: str, port: int, prompt: str) -> str:
 
 
 def wait_shared(port: int) -> None:
-    """Wait until the engine has nothing left to hand to the server."""
+    """Wait until the engine has written all its blocks to the cache server."""
     deadline = time.monotonic() + SHARE_SECONDS
     before = 0.0
     while time.monotonic() < deadline:

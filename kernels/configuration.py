@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration: all that the compiler needs to compile a Triton kernel ahead of time.
+"""Configuration: the inputs of a compilation of a Triton kernel ahead of time.
 
-`shipped.py` lists the configurations. The configurations are compiled for devices that the building
+`shipped.py` lists the configurations. Each configuration is compiled for GPUs that the compiling
 machine may lack, and `resources.json` stores the figures that the compiler reports. This module
-imports no triton, so that the list can be read on any machine. `function` is an object that
-`triton.jit` made."""
+does not import triton, so it can be imported on any machine."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ class ConfigurationRefused(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """The inputs from which the compiler builds one launch of a kernel.
+    """The inputs from which the compiler compiles one variant of a kernel.
 
     `signature` has the type of every argument that is passed when the kernel runs, in Triton's
     names: "*bf16", "*fp8e4nv", "fp32", "i32", "i64". `constexprs` has the values of all other
@@ -34,16 +33,16 @@ class Configuration:
 
     `tile_bytes` and `tile_flops` are the work of one pass of the inner loop: the bytes read from
     the pool, and the operations of the matrix products without those on padding. A tool compares
-    the loop's machine code with both figures; 0 means not counted."""
+    the loop's machine code with `tile_bytes` and `tile_flops`; a value of 0 is not compared."""
 
-    name: str  # unique among all kernels: "paged_decode.bf16.d128.g4"
-    function: Any  # a triton.JITFunction
+    name: str  # unique among all configurations: "paged_decode.bf16.d128.g4"
+    function: Any  # a triton.JITFunction, made by triton.jit
     signature: Mapping[str, str]
     constexprs: Mapping[str, object]
     num_warps: int = 4
     num_stages: int = 3
     multiples_of_16: frozenset[str] = frozenset()
-    needs: frozenset[str] = frozenset()  # instructions for sm_90
+    needs: frozenset[str] = frozenset()  # instructions that the code for sm_90 must contain
     min_capability: tuple[int, int] = (8, 0)  # fp8 e4m3 needs (8, 9)
     min_programs: int = 1  # programs that must fit on a multiprocessor of sm_90
     tile_bytes: int = 0

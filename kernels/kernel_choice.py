@@ -5,8 +5,8 @@ plain torch.
 Triton kernels run on CUDA devices, if the compute capability and the Triton version are high
 enough. Compiled kernels run on CPUs, if the installation has built them. Plain kernels run on every
 device, and tests compare the other kernels with them. A caller may request an implementation by
-name. Under `strict`, KernelRefused is raised if a Triton kernel cannot run on a GPU; otherwise the
-plain kernel is used instead."""
+name. If a Triton kernel cannot run on a GPU, the plain kernel runs; under `strict`, KernelRefused
+is raised."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ KERNELS = (AUTO, TRITON, NATIVE, PLAIN)
 NO_NATIVE = "there is none of this"
 MIN_CAPABILITY = (8, 0)
 MIN_TRITON = (3, 6)  # the minimum in pyproject.toml
-FP8_CAPABILITY = (8, 9)  # the first with e4m3 conversion in hardware
+FP8_CAPABILITY = (8, 9)  # the first capability whose hardware converts e4m3
 
 
 class KernelRefused(ValueError):
-    """A kernel cannot run, or cannot compute with these arguments. The message has the reason."""
+    """A kernel cannot run, or cannot compute with the arguments of a call. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Hardware:
 
 @functools.cache
 def probe_hardware() -> Hardware:
-    """Find the hardware once per process; a CUDA device is logged. CUDA is initialised by this call
-    if it is available."""
+    """Return the hardware, found and logged once per process. The call initialises CUDA if there is
+    CUDA."""
     has_triton = importlib.util.find_spec("triton") is not None
     if not torch.cuda.is_available():
         return Hardware("cpu", None, has_triton)
@@ -64,9 +64,9 @@ def probe_hardware() -> Hardware:
 
 
 def triton_failure(error: Exception) -> str | None:
-    """The first line of an error that Triton's code raised; None for other errors. Triton also
-    raises Python's built-in errors: when its import fails, or when a compiler, Python's headers or
-    a writable folder is missing."""
+    """Return the first line of an error that Triton's code raised; None for other errors. Triton
+    also raises Python's built-in errors: when its import fails, or when a compiler, Python's
+    headers or a writable folder is missing."""
     frames = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
     modules = {type(error).__module__, str(getattr(error, "name", "")), *frames}
     if not any(module.partition(".")[0] == "triton" for module in modules):
@@ -91,10 +91,10 @@ def choose_kernel(
     """Return the implementation for tensors on `device`: TRITON, NATIVE or PLAIN.
 
     `unsupported` is the caller's reason why Triton cannot be used, such as a head size.
-    `native_unsupported` is the reason why the compiled kernel for CPUs cannot be used. A reason of
-    None means that nothing prevents the use. Raises KernelRefused for an unknown name, for a kernel
-    that is requested by name and cannot run, and under `strict` for AUTO on a CUDA device if Triton
-    cannot run."""
+    `native_unsupported` is the reason why the compiled kernel for CPUs cannot be used. None means
+    that there is no such reason. Raises KernelRefused for an unknown name, for a kernel that is
+    requested by name and cannot run, and under `strict` for AUTO on a CUDA device if Triton cannot
+    run."""
     if wanted not in KERNELS:
         raise KernelRefused(f"a kernel is one of {', '.join(KERNELS)}, not {wanted!r}")
     if wanted == PLAIN:
@@ -143,7 +143,7 @@ def _reason_against(device: torch.device) -> str | None:
 def _triton_version() -> str | None:
     try:
         return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:  # a build of it under another name
+    except importlib.metadata.PackageNotFoundError:  # installed under another name
         return None
 
 

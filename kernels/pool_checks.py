@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a layer's KV pool and scales, shared by kernels that read and kernels that write.
+"""Checks of a layer's KV pool and scales, for kernels that read or write the pool.
 
-The checks are of shapes, types, strides and devices, never of contents, so they do not wait for a
-device."""
+The checks read shapes, types, strides and devices, never contents, so a check waits for no GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def check_one_device(tensors: Mapping[str, Tensor | None]) -> None:
 
 
 def check_last_axis(name: str, tensor: Tensor) -> None:
-    """Raise KernelRefused unless the last axis is contiguous or has one element."""
+    """Raise KernelRefused unless the last axis of `tensor` is contiguous or has one element."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise KernelRefused(
             f"expected {name} contiguous in its last axis, got strides {tensor.stride()}"
@@ -49,8 +48,7 @@ def check_last_axis(name: str, tensor: Tensor) -> None:
 
 
 def check_written(name: str, tensor: Tensor) -> None:
-    """Raise KernelRefused if an axis has several elements and stride 0, since parallel writes would
-    race."""
+    """Raise KernelRefused if an axis of several elements has stride 0: writes would race."""
     if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise KernelRefused(
             f"expected {name}, which is written, with a place for each element, "
@@ -59,8 +57,8 @@ def check_written(name: str, tensor: Tensor) -> None:
 
 
 def reason_against_fp8(kv: Tensor) -> str | None:
-    """The reason why Triton kernels cannot convert this float8 pool on its device, or None. On the
-    CPU, Triton's interpreter can always convert it."""
+    """Return the reason why Triton kernels cannot convert the float8 pool `kv` on its device, or
+    None. On the CPU, Triton's interpreter converts every float8 pool."""
     if kv.dtype != FP8 or not kv.is_cuda:
         return None
     capability = probe_hardware().capability

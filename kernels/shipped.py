@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shipped configurations: all variants of the Triton kernels that are compiled ahead of time.
 
-`tools/compile_kernels.py` compiles the configurations for devices that this machine may lack, and
-writes the compiler's figures to `resources.json`. The configurations are made from the launch
-tables in the kernels' folders. Calling `shipped_configurations` imports triton."""
+`tools/compile_kernels.py` compiles the configurations for GPUs that its machine may lack, and
+writes the compiler's figures to `resources.json`. The configurations are built from the launch
+tables in the folders of `kernels/`. A call of `shipped_configurations` imports triton."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def shipped_configurations() -> list[Configuration]:
 
 
 def _copies() -> list[Configuration]:
-    """Return configurations of the three kinds of copies in the widest word, and one in bytes for
-    odd sizes."""
+    """Return configurations of the three kinds of copies in the widest word, and of a copy in
+    bytes."""
     both, to_rows, from_rows = (True, True), (True, False), (False, True)
     return [
         _copy("copy_blocks", "i64", both),
@@ -75,7 +75,7 @@ class _DecodeVariant(NamedTuple):
     scales: str = ""  # "head" or "token"
 
 
-# Each pool type has Llama's group, and the largest supported group at the largest head size.
+# Each pool type has variants with Llama's group, and with the largest group and head size.
 DECODE_VARIANTS = (
     *(
         _DecodeVariant("bf16", "bf16", group, size)
@@ -180,15 +180,15 @@ def _decode(variant: _DecodeVariant) -> Configuration:
 
 def _least_side_by_side(variant: _DecodeVariant) -> int:
     """Return the smallest number of programs that must fit on a multiprocessor at the same time.
-    The usual head and group sizes need several: some programs compute while others load."""
+    Usual head and group sizes need several programs, which compute while other programs load."""
     if variant.head_dim > 128 or variant.group > paged_decode_launch.DOT_ROWS:
         return 1
     return 2 if variant.scales or variant.group == 1 else 4
 
 
 def _prefills() -> list[Configuration]:
-    """Return configurations of prefill: those of usual models on the main device of the launch
-    table, and the most demanding call for each row of the table."""
+    """Return configurations of prefill for usual models on the largest GPUs, and of the call that
+    needs most registers for each row of the launch table."""
     usual = (
         ("bf16", 64, 8, 16, 0),
         ("bf16", 96, 4, 16, 0),
@@ -272,7 +272,7 @@ def _prefill(
 
 
 def _writes() -> list[Configuration]:
-    """Return configurations of writes: from slices of a qkv tensor to a pool whose blocks have all
+    """Return configurations of KV writes: slices of qkv to a pool whose blocks contain all
     layers."""
     found = []
     for head_dim, dtype in ((64, "bf16"), (128, "bf16"), (128, "fp16"), (128, "fp32")):
@@ -292,7 +292,7 @@ def _write(head_dim: int, dtype: str, pool_dtype: str, scales: str) -> Configura
     else:
         signature["scales"] = "*fp32"
         fixed["scale_head_stride"] = 1
-    # The other arguments are sizes and strides.
+    # All arguments outside `signature` and `fixed` are sizes and strides.
     sizes = [name for name in write_kv_kernel.arg_names if name not in {**signature, **fixed}]
     return Configuration(
         name=f"write_kv.{dtype}.{pool_dtype}.{scales}.d{head_dim}",
@@ -364,8 +364,8 @@ def _gate(dtype: str, is_gelu: bool) -> Configuration:
 
 
 def _rotation(dtype: str, pool_dtype: str, head_dim: int, norms: str) -> Configuration:
-    """Make a configuration of the rotation. `norms` is the type of the norm weights, or "" if there
-    are none."""
+    """Return a configuration of the kernel of `rotate_write`. `norms` is the type of the norm
+    weights, or "" for a model without norm weights."""
     from .layer.rotate_write_triton import rotate_write_kernel
 
     fixed: dict[str, object] = {**layer_launch.rotary_constants(32, 8, head_dim, 16)}

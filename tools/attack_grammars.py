@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what a server's honest clients get while four other clients send hostile grammars.
+"""Measures the latency of a server's honest clients while four other clients send hostile grammars.
 
     .venv/bin/python tools/attack_grammars.py --seconds 600 [--backend xgrammar] [--one-tenant]
 
 The tool starts `stratakv serve` on the embedded model. One honest client reads streams: alone,
-beside clients without grammars, and beside the attack. A second honest client asks every two
-seconds for an answer to a new schema. The tool prints JSON. Its exit status is 1 unless every
+together with clients without grammars, and during the attack. A second honest client requests an
+answer to a new schema every two seconds. The tool prints JSON. The exit status is 1 unless every
 honest schema is answered within 5 s, the 99th percentile of the seconds between tokens is at most
-1.3 times that beside clients without grammars, the server ends with all its descendants, and at
-most three threads more than before are left.
+1.3 times its value with clients without grammars, the server ends with all its descendants, and at
+most three threads more than before the attack are left.
 
-`tests/engine/structured/test_attack.py` sends some of `hostile_grammars` too."""
+The test `tests/engine/structured/test_attack.py` also uses `hostile_grammars`."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ MOST_P99 = 1.3
 START_SECONDS, ANSWER_SECONDS, END_SECONDS = 300.0, 300.0, 60.0
 SETTLE_SECONDS = 30.0
 ALONE_SECONDS = 30.0
-PAUSE_SECONDS = 2.0  # seconds between two honest schemas
+PAUSE_SECONDS = 2.0  # seconds between two requests with honest schemas
 HOST = "127.0.0.1"
 TENANT, MODEL = "x-tenant", "embedded"
 Grammar = dict[str, Any]
 
 
 def hostile_grammars(number: int) -> dict[str, Grammar]:
-    """Sixty hostile grammars by name; each `number` gives new grammars, which no cache holds."""
+    """Return sixty hostile grammars by name; each `number` gives new grammars for all caches."""
     made: dict[str, Grammar] = {}
     for kind in (_regexes, _schemas, _rules, _choices):
         for name, grammar in kind(number):
@@ -127,7 +127,7 @@ def _choices(number: int) -> Iterator[tuple[str, Grammar]]:
 
 
 def honest_schema(number: int) -> Grammar:
-    """A schema such as programs send; each number gives another schema."""
+    """Return a schema of the kind that programs send; each `number` gives another schema."""
     names = {f"field_{number}": {"type": "integer"}, "kind": {"enum": ["a", "b"]}}
     schema = {"type": "object", "properties": names, "required": list(names)}
     return {"json": schema | {"additionalProperties": False}}
@@ -167,7 +167,7 @@ class Served:
             connection.close()
 
     def waits(self, is_over: Callable[[], bool]) -> Iterator[float]:
-        """The seconds between the tokens of streams that the client reads one after the other."""
+        """Yield the seconds between the tokens of streams, which are read one after the other."""
         while not is_over():
             connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_SECONDS)
             fields = {"prompt": "On and on", "stream": True, "max_tokens": 1500}
@@ -197,8 +197,7 @@ class Served:
         return sum(len(_files(f"/proc/{pid}/task")) for pid in found), sorted(found)
 
     def stop(self) -> bool:
-        """Stop the server; return whether the server and all its descendants ended by
-        themselves."""
+        """Stop the server by SIGTERM; return whether it and all its descendants ended in time."""
         _, pids = self.threads_and_processes()
         self.process.send_signal(signal.SIGTERM)
         try:
@@ -233,7 +232,7 @@ def percentile(values: list[float], percent: float) -> float:
 
 
 def _beside_free_requests(served: Served, seconds: float) -> list[float]:
-    """The stream reader's seconds between tokens beside NUM_CLIENTS clients without grammars."""
+    """Return a stream's seconds between tokens while NUM_CLIENTS clients without grammars run."""
     end = time.monotonic() + seconds
 
     def ask(client: int) -> None:
@@ -304,7 +303,7 @@ def attack(served: Served, seconds: float, one_tenant: bool) -> dict[str, Any]:
         ask_honestly()
     deadline = time.monotonic() + SETTLE_SECONDS
     while (left := served.threads_and_processes())[0] > threads_before + 3:
-        if time.monotonic() > deadline:  # idle processes that the server keeps: one or two
+        if time.monotonic() > deadline:  # the server may keep one or two idle processes
             break
         time.sleep(PAUSE_SECONDS)
     return {

@@ -5,9 +5,9 @@
     python tools/command_pages.py --check    name the rows that would change; 1 if there are any
 
 A table has the columns flag, default, unit and what (the description). Flags, their order and their
-defaults come from the code. Units and descriptions are kept as the page has them, because they hold
-links and more than `--help` has room for. A new flag's row takes unit and description from the
-code; a removed flag loses its row."""
+defaults come from the code. The units and descriptions of the page are kept, because the page has
+links and longer texts than `--help`. The row of a new flag has the unit and the description of the
+code; the row of a removed flag is deleted."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from stratakv.tiers.settings.option import Option, flag_of
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "commands"
 HEADER = "| flag | default | unit | what |"
-WORDLESS = (None, argparse.SUPPRESS, [])  # defaults that only the page can describe
+WORDLESS = (None, argparse.SUPPRESS, [])  # defaults that the code cannot show as text
 
 
 class Row(NamedTuple):
-    """A row of a table of flags. The text of the page fills an empty default or unit."""
+    """A row of a table of flags. An empty default or unit is replaced by that of the page."""
 
     flag: str
     default: str
@@ -67,8 +67,7 @@ def rows_of_parser(add_arguments: Callable[[Parser], None] | None) -> Iterator[R
 
 
 def rows_of_benchmark(name: str) -> Iterator[Row]:
-    """The rows of a benchmark's own flags, behind `--quick` and `--out`, which all benchmarks
-    share."""
+    """Yield the rows of a benchmark's own flags, without the common `--quick` and `--out`."""
     module = importlib.import_module(bench.BENCHMARKS[name], bench.__package__)
     yield Row("--quick", "off", "switch", "a small form, for a demonstration")
     yield Row("--out", f"`build/bench/{name}`", "directory", "where the results go")
@@ -76,7 +75,7 @@ def rows_of_benchmark(name: str) -> Iterator[Row]:
 
 
 def rows_of_generate() -> Iterator[Row]:
-    """The rows of `generate` without those of the engine's flags. The default of the log level is
+    """Yield the rows of `generate`, without the engine's flags. The default of the log level is
     that of the command, and the defaults of sampling flags are those of `SamplingParams`."""
     parser = Parser(prog="command_pages")
     generate.add_arguments(parser)
@@ -123,7 +122,7 @@ def tables() -> dict[str, list[Row]]:
 
 
 def written(page: str, rows_by_heading: Mapping[str, list[Row]]) -> str:
-    """The text of the page, with its tables of flags brought up to date with the code."""
+    """Return the text of the page `page`, with its tables of flags updated from the code."""
     lines: list[str] = []
     heading, kept = "", None
     for line in [*page.splitlines(), ""]:
@@ -143,8 +142,8 @@ def written(page: str, rows_by_heading: Mapping[str, list[Row]]) -> str:
 
 
 def _filled(rows: Iterable[Row], kept: Mapping[str, list[str]]) -> Iterator[Row]:
-    """The rows, with the unit and the description that the page has for a flag. The page's default
-    stays if the code gives none, or if the two differ only in backticks."""
+    """Yield the rows, with each flag's unit and description from the page. The default of the page
+    is kept if the code has no default, or if the defaults differ only in backticks."""
     for row in rows:
         if row.flag not in kept:
             yield row._replace(default=row.default or "none")

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile every shipped kernel configuration for GPUs that are not here; report its resources.
+"""Compile every shipped kernel configuration, without a GPU, and report its resources.
 
-The tool needs Triton, which brings NVIDIA's assembler and disassembler, and no device. Without
-options it writes `kernels/resources.json`. For every configuration, for sm_80 and sm_90, this table
-holds registers, spilled bytes, shared memory, the number of programs that a multiprocessor runs at
-a time, and what a pass of each inner loop does (`machine_code.py`). If another Triton than that of
-`constraints.txt` is on the path, the tool writes `kernels/resources-triton-VERSION.json`, which may
+The tool needs Triton, which contains NVIDIA's assembler and disassembler. Without options it writes
+`kernels/resources.json`. For every configuration, for sm_80 and sm_90, this table has the
+registers, the spilled bytes, the shared memory, the number of programs that a multiprocessor runs
+at the same time, and the work of a pass of each inner loop (`machine_code.py`). With another Triton
+than that of `constraints.txt`, the tool writes `kernels/resources-triton-VERSION.json`, which may
 have only the configurations by which the launch tables were chosen.
 
-The exit status is 1 if a configuration exceeds a limit or lacks an instruction that it names. The
-tool then writes the table, which the tests refuse. The exit status is 1 too if machine code costs
-more than the table says; then nothing is written unless `--accept` is given. The tool does not
-interpret what a kernel computes. `kernel_model.py` makes predictions from the table.
+The exit status is 1 if a configuration exceeds a limit or if an instruction in its `needs` is
+missing; the tool then writes the table, and the tests fail. The exit status is also 1 if machine
+code costs more than in the present table; then nothing is written unless `--accept` is given. The
+tool does not check results of kernels. `kernel_model.py` predicts times from the table.
 
     python tools/compile_kernels.py                         compile all, write the table
     python tools/compile_kernels.py --only 'write_kv.*'     compile some, replace their rows
@@ -40,9 +40,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "kernels" / "resources.json"
 PINNED = re.compile(r"^triton==(\S+)", re.MULTILINE)
 MAX_REGISTERS = 255
-MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # the limit of one program, by target
-# Limits of a multiprocessor: registers, given out in units of 8 a thread, shared memory, of which
-# each program takes 1 KiB more than it asks for, warps, programs.
+MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # limit of one program, for sm_80 and sm_90
+# Limits of a multiprocessor: registers, which are allocated in units of 8 per thread, warps,
+# programs. Each program takes 1 KiB more shared memory than it requests.
 REGISTERS, REGISTER_UNIT, MAX_WARPS, MAX_PROGRAMS = 65536, 8, 64, 32
 SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024}
 PROGRAM_SHARED_BYTES = 1024
@@ -50,7 +50,7 @@ NEEDS_TARGET = 90  # the target whose machine code must have a configuration's `
 
 
 def declared() -> Iterator[Any]:
-    """The configurations that the package ships, as `kernels/shipped.py` lists them."""
+    """Return the configurations that the package ships, from `kernels/shipped.py`."""
     from stratakv.kernels.shipped import shipped_configurations
 
     yield from shipped_configurations()
@@ -69,8 +69,7 @@ def read_from(path: Path) -> Iterator[Any]:
 def compile_for(configuration: Any, target: int) -> tuple[dict[str, Any], bytes]:
     """Compile a configuration; return the compiler's figures and the machine code.
 
-    The figures include the number of warps and the work of a tile, so that a reader of the table
-    needs no other file."""
+    The figures include the number of warps and the work of a tile, for `kernel_model.py`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -110,7 +109,7 @@ def compile_for(configuration: Any, target: int) -> tuple[dict[str, Any], bytes]
 
 
 def side_by_side(target: int, registers: int, shared_bytes: int, num_warps: int) -> int:
-    """The number of programs that one multiprocessor of this target can run at the same time."""
+    """Return the number of programs that a multiprocessor of `target` can run at the same time."""
     of_a_thread = -(-registers // REGISTER_UNIT) * REGISTER_UNIT
     return min(
         REGISTERS // (of_a_thread * 32 * num_warps),
@@ -138,7 +137,7 @@ def _number(pattern: str, log: str) -> int:
 def faults(
     configuration: Any, target: int, found: dict[str, Any], mnemonics: set[str]
 ) -> Iterator[str]:
-    """Limits that one compiled configuration breaks, a sentence each."""
+    """Yield a sentence for each limit that a compiled configuration exceeds."""
     if found["registers"] > MAX_REGISTERS:
         yield f"expected at most {MAX_REGISTERS} registers, got {found['registers']}"
     if found["spilled_bytes"]:
@@ -150,7 +149,7 @@ def faults(
         return
     if lacks := sorted(configuration.needs - mnemonics):
         yield f"expected {', '.join(lacks)} in the machine code, got none"
-    if 0 < found["programs"] < configuration.min_programs:  # a fault above explains a 0
+    if 0 < found["programs"] < configuration.min_programs:  # 0 has been reported above
         yield (
             f"expected room for {configuration.min_programs} programs on a multiprocessor, "
             f"got {found['programs']}"
@@ -158,7 +157,7 @@ def faults(
 
 
 def worse(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """Costs of a compiled configuration that exceed those in the table, a sentence each."""
+    """Yield a sentence for each cost of a compiled configuration above the cost in the table."""
     if after["programs"] < before["programs"]:
         yield (
             f"expected room for {before['programs']} programs on a multiprocessor as before, "
@@ -172,8 +171,8 @@ def worse(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
 def compile_all(
     configurations: list[Any], known: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """The new table of resources, all broken limits, and all costs that exceed those of the known
-    rows."""
+    """Return the new table of resources, all exceeded limits, and all costs above those of
+    `known`."""
     import triton
 
     names = [configuration.name for configuration in configurations]
@@ -197,8 +196,7 @@ def compile_all(
 
 
 def _rows(path: Path) -> tuple[str, dict[str, Any]]:
-    """The version of Triton that wrote a table, and the table's rows; both empty without a
-    table."""
+    """Return the version of Triton that wrote a table, and its rows; empty without a table."""
     if not path.exists():
         return "", {}
     table = json.loads(path.read_text())
@@ -206,7 +204,7 @@ def _rows(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _text(table: dict[str, Any]) -> str:
-    """The table as JSON, with a line for each target of a configuration and each pass of a loop."""
+    """Return the table as JSON, a line for each target of a configuration and pass of a loop."""
     rows = []
     for name, row in sorted(table["configurations"].items()):
         targets = []
@@ -233,7 +231,7 @@ def main() -> int:
     if options.source and not (options.print or options.list):
         parser.error("the table has shipped configurations only; add --print")
     with tempfile.TemporaryDirectory() as cache:
-        # A cached kernel would leave no log to read, and two names may stand for one kernel.
+        # A cached kernel would produce no log, and two configurations may compile the same kernel.
         os.environ.update(TRITON_CACHE_DIR=cache, TRITON_ALWAYS_COMPILE="1")
         os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
         found = list(read_from(options.source) if options.source else declared())
@@ -246,7 +244,7 @@ def main() -> int:
 
         path = table_of(triton.__version__)
         version, known = _rows(options.against or path)
-        if version != triton.__version__:  # figures of another compiler are not comparable
+        if version != triton.__version__:  # figures of two compilers are not comparable
             if options.only and not options.print and version:
                 parser.error(
                     f"the table is triton {version}'s, not {triton.__version__}'s; compile all"

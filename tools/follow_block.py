@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows one prompt's blocks to the SSD and back, and counts the modules and doors they pass.
+"""Follows a prompt's KV blocks to the SSD and back; counts the modules and calls between files.
 
     python tools/follow_block.py             the counts
     python tools/follow_block.py --list      the modules and doors too
     python tools/follow_block.py --runs 3    three times, each in a process of its own
 
-An engine with the embedded model, a small pool and a smaller slab computes a prompt. It then
-computes other prompts until the pool and the slab have evicted the first prompt's blocks, and then
+An engine with the embedded model, a small pool and a smaller slab computes a prompt. The engine
+then computes other prompts until pool and slab have evicted the first prompt's blocks, and computes
 the first prompt again. A module counts if one of its functions ran, in any thread, between the
-first and the last of these requests; code that runs only at the start or end of the engine does not
-count. A door is a pair of functions in different files below `FLOORS`, one of which called the
-other. The exit status is 1 unless the request's own counts say that its blocks came from the SSD.
+first and the last request; code that runs only at the start or end of the engine does not count. A
+door is a pair of functions in different files below `FLOORS`, one of which called the other. The
+exit status is 1 unless the request's own counts say that its blocks came from the SSD.
 
 The tool imports only `LLM` and `SamplingParams` from the package, so it can be run on another
 version: it follows the package that this Python imports."""
@@ -31,22 +31,20 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-# Folders of the code that handles blocks; the rest is about text, sampling, the model and the
-# process.
+# Folders of the code that handles blocks; calls in other folders are not counted as doors.
 FLOORS = ("connector", "tiers", "kernels", "engine/scheduler", "engine/cache")
-# Files that were moved out of these folders on 2026-11-28 or later, and count as before.
+# Files that were moved out of FLOORS on 2026-11-28 or later, and still count as in FLOORS.
 ONCE_ON_FLOORS: tuple[str, ...] = ()
 NOT_OURS = ("tests", "tools", ".venv", "build")
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 4 * BLOCK_TOKENS + 1  # the prompt has four whole blocks that can be reused
 POOL_BLOCKS = 16
 SLAB_BYTES = "1MiB"  # ten blocks of the embedded model
-NUM_OTHERS = 8  # other prompts: they fill twice what pool and slab hold together
+NUM_OTHERS = 8  # other prompts, with twice the blocks of pool and slab together
 
 
 class Follower:
-    """Records every call while `is_on`, in threads that were started after the follower was
-    made."""
+    """A profiler that records every call while `is_on`, in threads that start later."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -62,8 +60,8 @@ class Follower:
         sys.setprofile(None)
 
     def way(self, root: Path) -> Way:
-        """The modules and doors below `root` among the recorded calls."""
-        # The body of a module or class runs at its import, which does not count.
+        """Return the modules and doors below `root` among the recorded calls."""
+        # The body of a module or class runs at an import, which is not counted.
         codes = {code for code in self.codes if code.co_flags & CO_OPTIMIZED}
         paths = {code: path for code in codes if (path := _path_below(root, code.co_filename))}
         modules = {
@@ -88,12 +86,12 @@ class Follower:
 class Way(NamedTuple):
     """The modules and doors that a prompt's blocks passed."""
 
-    modules: dict[str, int]  # path → number of lines, of each module with a function that ran
+    modules: dict[str, int]  # path of each module with a function that ran → its number of lines
     doors: list[str]
 
 
 def _path_below(root: Path, name: str) -> str | None:
-    """The path of one of the package's files below `root`; None for any other file."""
+    """Return the path below `root` of a file of the package; None for any other file."""
     path = Path(name).resolve()
     if name.startswith("<") or not path.is_relative_to(root):
         return None
@@ -102,9 +100,8 @@ def _path_below(root: Path, name: str) -> str | None:
 
 
 def follow(pause_seconds: float) -> tuple[Way, dict[str, int]]:
-    """The modules and doors that the blocks passed, and the last request's cached tokens by
-    tier."""
-    follower = Follower()  # made before torch and the engine start threads
+    """Return the modules and doors of the blocks, and the last request's cached tokens by tier."""
+    follower = Follower()  # created before torch and the engine start threads
     import stratakv
     from stratakv.engine import LLM, SamplingParams
 
@@ -127,7 +124,7 @@ def follow(pause_seconds: float) -> tuple[Way, dict[str, int]]:
         follower.is_on = True
         for number in [*range(NUM_OTHERS + 1), 0]:
             [output] = llm.generate([[100 + number] * PROMPT_TOKENS], params)
-            time.sleep(pause_seconds)  # meanwhile the tiers write what the next prompt evicts
+            time.sleep(pause_seconds)  # time for the tiers to write evicted blocks
         follower.is_on = False
     follower.close()
     return follower.way(root), output.cached_tokens_by_tier

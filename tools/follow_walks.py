@@ -2,27 +2,27 @@
 """Follows three paths through the code as a reader would, and counts how often the file changes.
 
     python tools/follow_walks.py                the counts, and the files in the order of reading
-    python tools/follow_walks.py chat --list    the functions too, of one of them
+    python tools/follow_walks.py chat --list    one walk, with its functions
 
-    admission   a request whose blocks lie in the CPU tier is admitted beside another request: once
-                to load its blocks and, when they have come, once to run
+    admission   a request whose blocks are in the CPU tier is admitted while another runs: once
+                to load its blocks and, after the load, once to run
     chat        a chat completion, from its HTTP route to the event with its first token
     settings    the tiers' settings, from the command line to the opening of the SSD store
 
-The imagined reader reads a walk's first functions from top to bottom and opens the functions that
-they call:
+The simulated reader reads a walk's first functions from top to bottom and opens each function that
+is called:
 
-    stay      a file that is read without leaving it
-    return    a stay in a file where the reader was before
+    stay      the reading of one file until another file is opened
+    return    a stay in a file that has been read before
 
 The reader follows calls into the files of `followed`. A function in the files of `doors` is opened,
-which is a stay, but its calls are not followed, because its docstring says what it does. A function
-that calls none of the package's functions is no stay, and coming back to a caller is a stay only if
-the caller then opens another function. In a walk with `opens_once`, each function is opened once.
+which is a stay, but its calls are not followed, because its docstring describes it. A function that
+calls no function of the package is no stay. A return to a caller is a stay only if the caller then
+calls another function that is opened. In a walk with `opens_once`, each function is opened once.
 
 The admission walk imports only `LLM` and `SamplingParams` from the package, and the other walks use
-only the command line. So the file can be run on another version that has the same names: it follows
-the package that this Python imports."""
+only the command line. So the tool can follow another version of the package with the same names, if
+its Python imports that version."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ from typing import Any
 
 BLOCK_TOKENS = 16
 TOKEN = 100  # the token id of which the followed prompt consists
-NUM_OTHERS = 6  # other prompts: they fill twice the pool
+NUM_OTHERS = 6  # other prompts, with twice the blocks of the pool
 WAIT_SECONDS = 60.0
 
 
 @dataclass(slots=True)
 class Call:
-    """A call of one of the package's functions, with the calls made in it."""
+    """A call of a function of the package, with the calls that this function made."""
 
     file: str
     name: str = ""
@@ -62,30 +62,29 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """A path through the code: its first functions, the files to follow, and a function to run
-    it."""
+    """A path through the code: the first functions, the files to follow, and a function to run."""
 
-    roots: tuple[tuple[str, str], ...]  # (file, function), in the order of reading
-    followed: tuple[str, ...]  # files and folders
+    roots: tuple[tuple[str, str], ...]  # first functions, as (file, function)
+    followed: tuple[str, ...]  # files and folders whose calls are followed
     doors: tuple[str, ...]
     happen: Callable[[Follower], None]
     apart: tuple[str, ...] = ()  # files in a followed folder that are neither followed nor doors
-    end: tuple[str, str] = ("", "")  # (file, function) of the last call, at which the walk ends
-    is_wanted: Callable[[FrameType], bool] = lambda _: True  # whether a call of a root counts
+    end: tuple[str, str] = ("", "")  # the walk ends at a call of this (file, function)
+    is_wanted: Callable[[FrameType], bool] = lambda _: True  # selects calls of the roots
     opens_once: bool = True
 
 
 class Follower:
-    """Records the calls made below the roots of a walk, on any thread and in coroutines."""
+    """A profiler that records calls below the roots of a walk, in any thread or coroutine."""
 
     def __init__(self, walk: Walk) -> None:
         import stratakv
 
         self._root = Path(stratakv.__file__).parent
         self._walk = walk
-        self._open: dict[int, list[tuple[FrameType, Call]]] = {}  # by thread
-        self._suspended: dict[FrameType, Call] = {}  # coroutines and generators
-        self._paths: dict[CodeType, str] = {}  # "" for code outside the package
+        self._open: dict[int, list[tuple[FrameType, Call]]] = {}  # open calls by thread
+        self._suspended: dict[FrameType, Call] = {}  # calls of coroutines and generators
+        self._paths: dict[CodeType, str] = {}  # code → file; "" outside of the package
         self.walks: list[Call] = []
         self.is_over = False
         threading.setprofile(self._hear)
@@ -108,8 +107,7 @@ class Follower:
             calls.append((frame, call))
 
     def _begin(self, frame: FrameType, calls: list[tuple[FrameType, Call]]) -> Call | None:
-        """Record a new call as a root or inside the open call; None if the call is part of no
-        walk."""
+        """Record a new call as a root or inside the open call; return None for any other call."""
         code = frame.f_code
         path = self._path(code)
         if not path or code.co_name.startswith("<"):
@@ -132,13 +130,13 @@ class Follower:
         if code not in self._paths:
             path = Path(code.co_filename)
             place = path.relative_to(self._root) if path.is_relative_to(self._root) else Path()
-            # In a checkout the packages of .venv lie below the package's root.
+            # In a checkout, the installed packages in .venv are below the package's root.
             self._paths[code] = "" if place.parts[:1] in ((), (".venv",)) else place.as_posix()
         return self._paths[code]
 
 
 def stays(walk: Walk, calls: Sequence[Call]) -> list[tuple[str, list[str]]]:
-    """The files in the order of reading, each with the functions that are opened in that stay."""
+    """Return the stays: files in the order of reading, each with the functions that are opened."""
     found: list[tuple[str, list[str]]] = []
     opened: set[tuple[str, str]] = set()
 
@@ -168,8 +166,8 @@ def stays(walk: Walk, calls: Sequence[Call]) -> list[tuple[str, list[str]]]:
 
 
 def _let_in(follower: Follower) -> None:
-    """Bring a request's blocks into the CPU tier only, then send the request again. Raises
-    RuntimeError if its blocks did not come from the tier."""
+    """Send a request, evict its blocks to the CPU tier, and send the request again. Raises
+    RuntimeError unless the blocks came from the tier."""
     from stratakv.engine import LLM, SamplingParams
 
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -185,7 +183,7 @@ def _let_in(follower: Follower) -> None:
         prompt = [TOKEN] * (4 * BLOCK_TOKENS + 1)
         for number in range(NUM_OTHERS + 1):
             llm.generate([[TOKEN + number] * len(prompt)], params)
-            time.sleep(0.1)  # meanwhile the tier takes what the next prompt evicts
+            time.sleep(0.1)  # time for the tier to store what the next prompt evicts
         follower.walks.clear()
         _, output = llm.generate([[TOKEN - 1] * BLOCK_TOKENS, prompt], params)
     if not (cached := output.cached_tokens_by_tier).get("cpu"):
@@ -206,8 +204,7 @@ def _command(*words: str) -> None:
 
 
 def _free_port() -> int:
-    """A free port below the range that the system gives to clients. Another process may take it
-    meanwhile."""
+    """Return a free port, below the system's client ports, which another process may take."""
     for port in random.sample(range(15_000, 30_000), 100):
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("127.0.0.1", port))
@@ -216,9 +213,9 @@ def _free_port() -> int:
 
 
 def _chat(follower: Follower) -> None:
-    """Run a server in this thread, and beside it a client that asks for one streamed answer."""
+    """Run a server in this thread, and in another thread a client with one streamed request."""
     port = _free_port()
-    # With so many tokens the first output, at which the walk ends, is never the last output too.
+    # So many tokens that the first output, at which the walk ends, is never the last output.
     body = {
         "messages": [{"role": "user", "content": "hello"}],
         "max_tokens": 64,
@@ -293,7 +290,7 @@ WALKS = {
             "tiers/reopening_store.py",
         ),
         doors=("connector/", "tiers/"),
-        apart=("engine/config/engine_config.py",),  # holds the other settings of an engine
+        apart=("engine/config/engine_config.py",),  # has the other settings of an engine
         happen=_open_store,
         end=("tiers/ssd/store.py", "__init__"),
     ),

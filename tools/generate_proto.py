@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate the Python code of every `proto/v1/*.proto` and put it beside its source.
+"""Generate the Python code of every `proto/v1/*.proto` into the folder of its source.
 
 `make proto` runs the tool; `tests/proto/test_generated_code.py` compares its output with the
 checked-in code.
 
-The compiler comes from `grpcio-tools`, pinned to a version that generates for protobuf 6.31.1. Code
-generated for a newer protobuf refuses an older runtime, and not the reverse."""
+The compiler is that of `grpcio-tools`, pinned to a version that generates code for protobuf 6.31.1.
+Generated code runs with newer versions of protobuf, but refuses older versions."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def sources() -> list[Path]:
 
 
 def generate(out: Path) -> list[Path]:
-    """Write the generated files under `out/proto/v1/` and return them, relative to `out`.
-    `-Istratakv/proto=proto` gives the files the virtual path that the installed package has, so
-    that one generated module imports another as `stratakv.proto.v1.…`."""
+    """Write the generated files to `out/proto/v1/` and return their paths, relative to `out`.
+    `-Istratakv/proto=proto` sets the virtual path of the files to that of the installed package, so
+    that a generated module imports another as `stratakv.proto.v1.…`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-P", "-m", "grpc_tools.protoc", "-Istratakv/proto=proto"]
         command += [f"--python_out={folder}", f"--pyi_out={folder}"]
@@ -45,7 +45,7 @@ def generate(out: Path) -> list[Path]:
 
 
 def main() -> int:
-    """Generate the code into the repository, or into the folder given by `--out`."""
+    """Generate the code into the repository, or into the folder of `--out`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, default=ROOT, help="default: the repository")
     out: Path = parser.parse_args().out

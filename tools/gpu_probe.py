@@ -3,9 +3,10 @@
 
     python tools/gpu_probe.py --json FILE [--lock-gib N] [--rehearse]
 
-The checks are independent: if one fails, its error is written into the JSON and the others run.
-`tools/on_gpu.py first` starts the probe, and `tools/on_gpu.py probe` starts it with more memory to
-lock. StrataKV must be on the Python path. A rehearsal has no GPU and leaves out what needs one."""
+The checks are independent: the error of a failed check is written to the JSON, and the next check
+runs. `tools/on_gpu.py first` starts the probe, and `tools/on_gpu.py probe` starts the probe with
+more memory to lock. StrataKV must be on the Python path. With `--rehearse`, no GPU is used, and the
+checks that need a GPU are left out."""
 
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 GIB = 1 << 30
-# GiB to lock in all, divided among the ways of locking, beside the 128 MiB of the copies. The first
-# touch of a virtual machine's memory may run at only 1 GB/s.
+# GiB of memory to page-lock, in addition to the 128 MiB of the copies. The amounts are small
+# because the first touch of a virtual machine's memory may run at only 1 GB/s.
 LOCKED_GIB, TINY_GIB, MOST_GIB = 1.0, 1 / 32, 1024.0
-PIECES = (256 << 20, 64 << 20)  # the size that the slab uses, and the size to try if that one fails
+PIECES = (256 << 20, 64 << 20)  # the slab's size of pieces, and a smaller size if it fails
 BLOCK_BYTES, NUM_BLOCKS = 2 << 20, 64
 PACKAGES = (
     "torch", "triton", "numpy", "cupy-cuda13x", "pytest", "pytest-xdist", "pytest-timeout",
@@ -43,7 +44,7 @@ MODULES = (
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that matter here, or "not installed"."""
+    """Return the versions of the packages that the GPU code uses, or "not installed"."""
     found = {}
     for name in PACKAGES:
         try:
@@ -54,7 +55,8 @@ def versions() -> dict[str, str]:
 
 
 def imports() -> dict[str, str]:
-    """The result of importing each module that the steps need. Raises RuntimeError if one fails."""
+    """Import each module that the steps need; return the results. Raises RuntimeError for
+    failures."""
     found = {}
     for name in MODULES:
         try:
@@ -69,7 +71,7 @@ def imports() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Properties of the machine, beside the driver, that affect page-locking."""
+    """Return the properties of the machine, without the driver, that affect page-locking."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return {
         "python": platform.python_version(),
@@ -84,7 +86,7 @@ def machine() -> dict[str, Any]:
 
 
 def text_of(path: str) -> str:
-    """The text of a file below /sys, or the reason why it cannot be read."""
+    """Return the text of the file `path`, or the reason why the file cannot be read."""
     try:
         return Path(path).read_text().strip()
     except OSError as error:
@@ -92,7 +94,7 @@ def text_of(path: str) -> str:
 
 
 def device() -> dict[str, Any]:
-    """The GPU and its driver, as torch and the CUDA runtime report them."""
+    """Return properties of the GPU and its driver, from torch and the CUDA runtime."""
     import torch
 
     from stratakv.kernels.copy.copy_engine import cuda_runtime
@@ -111,8 +113,8 @@ def device() -> dict[str, Any]:
 
 
 def one_kernel() -> dict[str, Any]:
-    """Compile and launch a small Triton kernel. This check is the first to need a C compiler,
-    Python's headers, libcuda and a writable folder; without them no other kernel runs."""
+    """Compile and launch a small Triton kernel. The check needs a C compiler, Python's headers,
+    libcuda and a writable folder, which every Triton kernel needs."""
     import torch
 
     from stratakv.engine.models.layers import norm as plain
@@ -129,7 +131,7 @@ def one_kernel() -> dict[str, Any]:
 
 
 def both_names() -> dict[str, str]:
-    """Construct all classes that take a device, for `cuda` and for `cuda:0`."""
+    """Construct all classes with a device as argument, for the device names `cuda` and `cuda:0`."""
     import torch
 
     from stratakv.connector.device.cuda_copy_runtime import TorchRuntime
@@ -161,7 +163,7 @@ def batched_copies() -> dict[str, Any]:
     locked = runtime.page_locked(num_bytes)
     places = [number * BLOCK_BYTES for number in range(NUM_BLOCKS)]
     sizes = [BLOCK_BYTES] * NUM_BLOCKS
-    # The blocks go out in one order and come back in another, which shows a wrong address.
+    # The blocks are copied out in one order and back in another, so that a wrong address is found.
     host = [locked.address + place for place in places]
     out = Batch([there.data_ptr() + place for place in places], host[::-1], sizes)
     home = Batch(host[::-1], [back.data_ptr() + place for place in places], sizes)
@@ -185,8 +187,8 @@ def batched_copies() -> dict[str, Any]:
 
 
 def page_locking(total_bytes: int, register: Callable[[int, int], None] | None) -> dict[str, Any]:
-    """GB/s of page-locking private memory and, as the slab uses, a memory file, in pieces. With
-    `register` None the pages are only touched, as in a rehearsal."""
+    """Return the GB/s of page-locking, in pieces, private memory and a memory file, which the slab
+    uses. With a `register` of None, for a rehearsal, the pages are only touched."""
     found: dict[str, Any] = {}
     kinds = ("anonymous", "memory file")
     num_bytes = total_bytes // (len(PIECES) * len(kinds)) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -216,7 +218,7 @@ def page_locking(total_bytes: int, register: Callable[[int, int], None] | None) 
 
 
 def map_memory(what: str, num_bytes: int) -> tuple[mmap.mmap, int | None]:
-    """New memory, and the descriptor of its file, if it has one."""
+    """Return new memory, and the descriptor of its file or None."""
     if what == "anonymous":
         return mmap.mmap(-1, num_bytes), None
     file = os.memfd_create("stratakv-probe")
@@ -225,7 +227,7 @@ def map_memory(what: str, num_bytes: int) -> tuple[mmap.mmap, int | None]:
 
 
 def unlock(address: int, num_bytes: int, piece: int) -> None:
-    """Undo what `page_locking` registered."""
+    """Unlock the memory that `page_locking` locked."""
     from stratakv.kernels.copy.copy_engine import cuda_runtime
 
     for first in range(0, num_bytes, piece):
@@ -233,7 +235,7 @@ def unlock(address: int, num_bytes: int, piece: int) -> None:
 
 
 def checks(lock_gib: float, *, is_rehearsal: bool) -> dict[str, Callable[[], Any]]:
-    """The checks by name, in the order in which they run."""
+    """Return the checks by name, in the order of execution."""
     found: dict[str, Callable[[], Any]] = {
         "versions": versions,
         "machine": machine,

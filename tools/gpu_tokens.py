@@ -5,13 +5,13 @@
 
 The embedded model answers the same prompts in several engines, one after the other. In float64 all
 engines must give the CPU's tokens, whether K and V are computed or come from the pool, the cpu tier
-or the ssd tier. In bfloat16 a step without a CUDA graph may round otherwise than a graph, so their
-tokens must agree only in part; but blocks from the cpu tier must give the same tokens as blocks
-from the pool. The tool prints a line for each check and writes JSON into FILE. Its exit status is 1
-if a check is `wrong` or `failed`. StrataKV must be on the Python path.
+or the ssd tier. In bfloat16 a step without a CUDA graph may round differently than a step in a
+graph, so the tokens of the two must agree only in part; but blocks from the cpu tier must give the
+same tokens as blocks from the pool. The tool prints a line for each check and writes JSON to FILE.
+The exit status is 1 if a check is `wrong` or `failed`. StrataKV must be on the Python path.
 
-With `--device cpu` the CPU versions of the kernels compute. This tries the checks and says nothing
-about a GPU; checks that have no meaning on a CPU are left out."""
+With `--device cpu`, which tests the tool itself, the CPU versions of the kernels compute, and
+checks without a meaning on a CPU are left out."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from stratakv.engine.request.sampling_params import SamplingParams
 from stratakv.engine.text.tokenizer import Tokenizer
 
 PROMPT_TOKENS = 600
-# Prompts, and tokens of each answer; the kernels' CPU versions are slow.
+# The number of prompts, and of tokens in each answer; small on a CPU, whose kernels are slow.
 NUM_PROMPTS, ANSWER_TOKENS = {"cuda": 4, "cpu": 3}, {"cuda": 32, "cpu": 12}
 BLOCK_SIZE = 16
-# The cache holds all whole blocks of a prompt that was computed before.
+# Tokens in whole blocks of a prompt, which the prefix cache can have.
 FOUND_TOKENS = PROMPT_TOKENS // BLOCK_SIZE * BLOCK_SIZE
 MAX_MODEL_LEN = 1024
-ALL_BLOCKS, FEW_BLOCKS = 200, 70  # the first pool holds all prompts, the second hardly two
-LEAST_FOUND = 0.9  # share of the tokens that a tier could bring
-LEAST_NEAR = 0.5  # share of the tokens, up to the first that differs
-# Share of the device's memory for the engine that sizes its own pool; other processes run beside
-# this one. TRIES is how often that engine is started at most.
+ALL_BLOCKS, FEW_BLOCKS = 200, 70  # pool sizes: all prompts fit, or hardly two prompts fit
+LEAST_FOUND = 0.9  # least share of the reusable tokens that a tier must provide
+LEAST_NEAR = 0.5  # least share of tokens before the first difference
+# The engine that chooses its pool's size may use MEMORY_SHARE of the GPU's memory, which other
+# processes share. TRIES is the most attempts to start that engine.
 MEMORY_SHARE, TRIES = 0.1, 3
 OK, WRONG, FAILED, LEFT_OUT = "ok", "wrong", "failed", "left out"
 
@@ -84,8 +84,7 @@ class Report:
             self.path.write_text(json.dumps(body, indent=2) + "\n")
 
     def attempt(self, name: str, part: Callable[[], None]) -> None:
-        """Run a part of the session; an exception becomes a failed check, and later parts still
-        run."""
+        """Run a part of the session; record an exception as a failed check."""
         try:
             part()
         except Exception as error:  # noqa: BLE001 - whatever an engine may raise
@@ -123,7 +122,7 @@ class Answers:
 
 
 def agreed(ones: Answers, others: Answers) -> int:
-    """The number of tokens before the first difference in each answer, summed over all answers."""
+    """Return the total number of tokens before the first difference in each answer."""
     count = 0
     for one, other in zip(ones.tokens, others.tokens, strict=True):
         for mine, theirs in zip(one, other, strict=False):
@@ -134,8 +133,8 @@ def agreed(ones: Answers, others: Answers) -> int:
 
 
 def make_prompts(count: int) -> list[list[int]]:
-    """Equally long prompts from the text of LICENSE. Their first blocks differ, so they share no
-    block, and they run the same kernels."""
+    """Return prompts of the same length from the text of LICENSE. All prompts run the same kernels,
+    and share no block, because the first blocks differ."""
     root = Path(__file__).resolve().parent.parent
     tokenizer = Tokenizer.load_if_present(EMBEDDED_MODEL)
     assert tokenizer is not None
@@ -167,8 +166,8 @@ def ask(llm: LLM, prompts: Sequence[list[int]], answer_tokens: int) -> Answers:
 
 
 def open_engine(device: str, **given: Any) -> LLM:
-    """An engine of the embedded model, for a `with` statement. The engine chooses the value of an
-    option that is None."""
+    """Return an engine of the embedded model, for a `with` statement. An option that is None has
+    the engine's default."""
     options: dict[str, Any] = {
         "device": device,
         "num_blocks": ALL_BLOCKS,
@@ -181,8 +180,8 @@ def open_engine(device: str, **given: Any) -> LLM:
 
 
 def tiers(folder: Path | None = None) -> dict[str, Any]:
-    """Options of an engine with few blocks and a cpu tier; given a folder, an ssd tier there
-    too."""
+    """Return options of an engine with few blocks, a cpu tier and, if there is a `folder`, an ssd
+    tier in the folder."""
     found: dict[str, Any] = {
         "num_blocks": FEW_BLOCKS,
         "kv_offload": "cpu" if folder is None else "cpu,ssd",
@@ -202,18 +201,18 @@ class Session:
         self._device = device
         self._is_gpu = device != "cpu"
         self._prompts = make_prompts(NUM_PROMPTS[device])
-        # The CPU runs its versions of the kernels too; the reference attends to gathered K and V.
+        # Kernels compute attention also on the CPU, except for the reference (gathered K and V).
         self._float64: dict[str, Any] = {"dtype": "float64", "attention_backend": "kernels"}
         self._bfloat16: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "kernels"}
         if self._is_gpu:
-            # In a CUDA graph the kernels' checks could not read values back to the host.
+            # No CUDA graph, because the checks of the float64 kernels read values on the host.
             self._float64 |= {"enforce_eager": True}
             self._bfloat16 |= {"strict_kernels": True}
-        self._kept: Answers | None = None  # second answers in bfloat16, from the pool
+        self._kept: Answers | None = None  # answers in bfloat16 with blocks from the pool
         self._recorded: Answers | None = None
 
     def run(self) -> None:
-        """Run all parts. A part that needs an earlier part's answers fails if that part failed."""
+        """Run all parts. A part that needs the answers of a failed part fails too."""
         for name, part in (
             ("float64", self.float64),
             ("bfloat16", self.bfloat16),
@@ -255,8 +254,8 @@ class Session:
             self.report.found("ssd", again, "float64: the ssd tier brought the prompts")
 
     def bfloat16(self) -> None:
-        """Measure the seconds to the answers, and keep the answers for later comparisons. These are
-        the first bfloat16 kernels of the session, so the compiler's time shows here."""
+        """Measure the seconds to the answers, and keep the answers for later comparisons. The
+        seconds include the compilation of the first bfloat16 kernels of the session."""
         began = time.perf_counter()
         with open_engine(self._device, **self._bfloat16) as llm:
             start = time.perf_counter() - began
@@ -267,7 +266,7 @@ class Session:
             "start": round(start, 2),
             "first_answers": first.seconds,
             "second_answers": second.seconds,
-            # The prompts are equally long; only a round's first one pays for compiling.
+            # Prompts have the same length, so only a round's first waits for the compiler.
             "of_the_compiler": round(compiler, 3),
         }
         self.report.near("bfloat16: out of the pool nearly as computed", second, first)
@@ -291,8 +290,8 @@ class Session:
             self.report.add(name, FAILED, said)
 
     def fp8(self) -> None:
-        """Check that a pool of float8 gives whole answers. How many tokens agree with bfloat16 is
-        only reported, since float8 rounds K and V to 4 significant bits."""
+        """Check that a pool of float8 gives whole answers. The number of tokens that agree with
+        bfloat16 is only reported, because float8 rounds K and V to 4 significant bits."""
         expected = _needed(self._recorded)
         with open_engine(self._device, **self._bfloat16, kv_cache_dtype="fp8") as llm:
             got = self._ask(llm)
@@ -308,7 +307,7 @@ class Session:
         self.report.near("bfloat16: launched steps nearly as recorded ones", got, expected)
 
     def library(self) -> None:
-        """Check prompts of one long chunk, attended by torch's attention over gathered K and V."""
+        """Check prompts of one long chunk, with torch's attention over gathered K and V."""
         ones, others = self._prompts[::2], self._prompts[1::2]
         prompts = [one + other for one, other in zip(ones, others, strict=True)]
         options = self._bfloat16 | {
@@ -323,8 +322,7 @@ class Session:
         self.report.near("bfloat16: chunks by a library nearly as by the kernel", got, expected)
 
     def sized(self) -> None:
-        """Check that a pool whose size the engine chooses keeps to its share of the device's
-        memory."""
+        """Check that a pool of the engine's own size is within its share of the device's memory."""
         import torch
 
         expected = _needed(self._recorded)
@@ -337,7 +335,7 @@ class Session:
                     blocks = int(llm.stats()["core"]["cache_config"]["num_gpu_blocks"])
                     got = self._ask(llm)
                 break
-            except ValueError:  # others may take memory while the engine measures it
+            except ValueError:  # other processes may allocate memory meanwhile
                 if not left:
                     raise
         size = blocks * block_bytes

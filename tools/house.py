@@ -2,11 +2,11 @@
 """Counts what makes the code hard to read: the counts of `house_counts.py`, and forbidden words.
 
     python tools/house.py           one line for each count
-    python tools/house.py --list    every finding behind it
+    python tools/house.py --list    the findings of each count
     python tools/house.py --lower   write what has fallen into tests/house_limits.json
 
-`house_words.py` lists the forbidden words. Only identifiers are searched for them, not strings or
-comments. "Stamps" are sentences with the phrase in the pattern STAMP, anywhere. tests/test_house.py
+`house_words.py` lists the forbidden words, which are searched in identifiers, not in strings or
+comments. "Stamps" are texts, anywhere in a file, that match the pattern STAMP. tests/test_house.py
 fails if a count exceeds its limit; `tools/follow_block.py` counts doors."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FOLDERS = ("benchmarks", *house_counts.PRODUCT, "proto", "tools", "deploy", "tes
 LIMITS = "tests/house_limits.json"
 STAMP = re.compile(r"knows[\s#]+nothing[\s#]+of", re.IGNORECASE)
 
-# The attribute of a syntax node that holds a name, and the name's kind. The `b` of `import a as b`
-# is found where it is used.
+# The attribute of each syntax node that contains a name, and the name's kind. The `b` of `import a
+# as b` is not listed, because it is found where it is used.
 _NAMED_BY: dict[type[ast.AST], tuple[str, Kind]] = {
     ast.Name: ("id", Kind.VARIABLE),
     ast.arg: ("arg", Kind.VARIABLE),
@@ -49,21 +49,21 @@ class Source:
     """The identifiers of one file, and the lines of its stamps."""
 
     path: Path  # below the root
-    names: dict[Identifier, int]  # identifier → the first line that has it
-    stamps: list[int]  # lines
+    names: dict[Identifier, int]  # identifier → the first line that contains it
+    stamps: list[int]  # lines with a stamp
 
 
 @dataclass(slots=True)
 class House:
     """All counts. A finding is one line of text."""
 
-    findings: dict[str, list[str]]  # by the name of the count in `house_counts.py`
+    findings: dict[str, list[str]]  # name of a count in `house_counts.py` → findings
     sizes: dict[str, int]
     words: list[str] = field(default_factory=list)  # one for each forbidden identifier
     stamps: list[str] = field(default_factory=list)
 
     def numbers(self) -> dict[str, int]:
-        """Every count that has a limit, by the name of the limit."""
+        """Return every count that has a limit, by the name of the limit."""
         found = {name: len(each) for name, each in self.findings.items()}
         return found | {"stamps": len(self.stamps), "words": len(self.words)} | self.sizes
 
@@ -83,7 +83,7 @@ def count(root: Path) -> House:
 
 
 def read_source(module: Module) -> Source:
-    """The identifiers of a file, and the lines of its stamps."""
+    """Return the identifiers of a file, and the lines of its stamps."""
     path, text = Path(module.path), module.text
     stamps = [text.count("\n", 0, found.start()) + 1 for found in STAMP.finditer(text)]
     source = Source(path, {}, stamps)
@@ -94,15 +94,15 @@ def read_source(module: Module) -> Source:
         if (named := _NAMED_BY.get(type(node))) is not None:
             attribute, kind = named
             name: str | None = getattr(node, attribute)
-            # A test function's name is a sentence, so its words are not checked.
+            # Names of test functions are sentences, whose words are not checked.
             if name is not None and not (kind is Kind.FUNCTION and name.startswith("test_")):
-                last = name.rpartition(".")[2]  # of `import a.b`
+                last = name.rpartition(".")[2]  # `b` for `import a.b`
                 source.names.setdefault(Identifier(last, kind), node.lineno)
     return source
 
 
 def forbidden_names(source: Source, rules: Rules) -> list[str]:
-    """A line of text for each forbidden identifier of a file, with its first place."""
+    """Return a line of text for each forbidden identifier of a file, with its first line number."""
     hits: dict[str, str] = {}
     for identifier, line in source.names.items():
         if (rule := rules.against(identifier, source.path.parent)) is not None:
@@ -112,8 +112,8 @@ def forbidden_names(source: Source, rules: Rules) -> list[str]:
 
 
 def lower(limits: dict[str, int], numbers: dict[str, int]) -> dict[str, int]:
-    """The limits, lowered to the counts that have fallen. Raises ValueError for a count that
-    exceeds its limit."""
+    """Return the limits, each lowered to its count if the count is lower. Raises ValueError for a
+    count that exceeds its limit."""
     risen = [name for name, most in limits.items() if numbers.get(name, most) > most]
     if risen:
         raise ValueError(f"above their limits: {', '.join(risen)}; a limit never goes up")

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of what makes the product hard to read, each with its findings.
+"""Counts of properties that make the product hard to read, each with its findings.
 
-`tests/house_limits.json` holds the limit of each count. A limit is lowered and never raised.
+`tests/house_limits.json` has the limit of each count. A limit may be lowered, never raised.
 
     glued constants       a constant or logger below the first definition of its module, which needs
                           nothing defined there: two files were joined
-    floating comments     a block comment of a module's top level that no code follows at once
+    floating comments     a block comment of a module's top level that is followed by an empty line
     clause openings       a docstring that opens with a clause or a pronoun in place of the noun
-    short docstrings      of at most nine words, over a body of at most three lines
+    short docstrings      a docstring of at most nine words, over a body of at most three lines
     people                words for persons, in place of the part that acts
-    one-word methods      names without an underscore in four unrelated classes or more
-    repeated file names   the same name in two folders
-    full folders          with more than fifteen modules
+    one-word methods      a method name without underscore in four unrelated classes or more
+    repeated file names   a file name that occurs in two folders
+    full folders          a folder with more than fifteen modules
     constructor parameters   of the connector, the hierarchy and the scheduler
-    containers by request    the attributes there that are keyed by a request's name
-    connector methods     public ones of KVConnectorScheduler
+    containers by request    attributes of connector and scheduler whose keys are request ids
+    connector methods     public methods of KVConnectorScheduler
     product lines         of all modules; grows with every feature, and has no limit
-    lines for 1,000 statements    the same for those of Python
+    lines for 1,000 statements    lines of all modules for 1,000 Python statements
     function lines        median, 95th percentile and maximum, from `def` to the last line"""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TypeVar
 
 PRODUCT = ("connector", "engine", "kernels", "tiers")
-# These parts decide where a block goes; adapters and devices have constructors of their own.
+# Folders with the decisions about blocks, whose constructors are checked, unlike those in APART.
 FLOORS = ("connector/", "tiers/hierarchy/", "engine/scheduler/")
 APART = tuple(f"connector/{name}/" for name in ("chunks", "device", "lmcache", "sglang", "vllm"))
 CONTRACT = "KVConnectorScheduler"
@@ -57,17 +57,17 @@ Definition = Function | ast.ClassDef
 class Module:
     """A Python file of the product, parsed once."""
 
-    path: str  # below the root
+    path: str  # relative to the root
     text: str
     tree: ast.Module
-    nodes: tuple[ast.AST, ...]  # of the tree, at any depth
+    nodes: tuple[ast.AST, ...]  # all nodes of `tree`
 
     @property
     def is_on_floors(self) -> bool:
         return self.path.startswith(FLOORS) and not self.path.startswith(APART)
 
     def of_kind(self, *kinds: type[Node]) -> Iterator[Node]:
-        """All syntax nodes of the module that have one of these types, at any depth."""
+        """Return all syntax nodes of the module, at any depth, of one of the types `kinds`."""
         return (node for node in self.nodes if isinstance(node, kinds))
 
 
@@ -84,7 +84,7 @@ def is_counted(path: str) -> bool:
 
 
 def count(modules: Sequence[Module]) -> dict[str, list[str]]:
-    """The findings in these modules, by the name of the count."""
+    """Return the findings in `modules`, by the name of the count."""
     files = [module for module in modules if not module.path.endswith("__init__.py")]
     return {
         "glued constants": [each for module in modules for each in glued_constants(module)],
@@ -102,7 +102,7 @@ def count(modules: Sequence[Module]) -> dict[str, list[str]]:
 
 
 def sizes(modules: Sequence[Module]) -> dict[str, int]:
-    """Counts that are sizes: the product's lines, and the lines of its functions."""
+    """Return the counts that are sizes: the product's lines, and the lines of its functions."""
     lengths = sorted(
         (node.end_lineno or node.lineno) - node.lineno + 1
         for module in modules
@@ -121,7 +121,7 @@ def sizes(modules: Sequence[Module]) -> dict[str, int]:
 
 
 def glued_constants(module: Module) -> Iterator[str]:
-    """Module-level constants and loggers that follow a definition without using one."""
+    """Yield module-level constants and loggers that follow a definition but use no definition."""
     defined = {node.name for node in module.tree.body if isinstance(node, Definition)}
     is_behind = False
     for node in module.tree.body:
@@ -137,7 +137,7 @@ def glued_constants(module: Module) -> Iterator[str]:
 
 
 def floating_comments(module: Module) -> Iterator[str]:
-    """Comments without indentation, below the head of the file, that an empty line follows."""
+    """Yield unindented comments, below the head of the file, that an empty line follows."""
     lines = module.text.splitlines()
     first = 0
     while first < len(lines):
@@ -153,14 +153,14 @@ def floating_comments(module: Module) -> Iterator[str]:
 
 
 def documented(module: Module) -> Iterator[tuple[Definition, str]]:
-    """Functions and classes that have docstrings, each with its docstring."""
+    """Yield functions and classes that have docstrings, each with its docstring."""
     for node in module.of_kind(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef):
         if docstring := ast.get_docstring(node):
             yield node, docstring
 
 
 def clause_openings(module: Module) -> Iterator[str]:
-    """Functions and classes whose docstring begins with a word of OPENINGS."""
+    """Yield functions and classes whose docstring begins with a word of OPENINGS."""
     for node, docstring in documented(module):
         word = re.match(r"[`\"']*([A-Za-z]+)", docstring.strip())
         if word and word[1] in OPENINGS:
@@ -168,7 +168,7 @@ def clause_openings(module: Module) -> Iterator[str]:
 
 
 def short_docstrings(module: Module) -> Iterator[str]:
-    """Short functions with a short docstring, which a better name would replace."""
+    """Yield short functions with a short docstring, which a better function name would replace."""
     for node, docstring in documented(module):
         if isinstance(node, ast.ClassDef) or len(node.body) < 2:
             continue
@@ -178,16 +178,16 @@ def short_docstrings(module: Module) -> Iterator[str]:
 
 
 def people(module: Module) -> Iterator[str]:
-    """Each line with a word of PEOPLE, in code, strings and comments, once for each such word."""
+    """Yield each line with a word of PEOPLE, in code, strings or comments, once for each word."""
     for number, line in enumerate(module.text.splitlines(), 1):
         for _ in PEOPLE.finditer(line):
             yield f"{module.path}:{number} {line.strip()}"
 
 
 def one_word_methods(modules: Sequence[Module]) -> list[str]:
-    """Names of methods without an underscore that classes of UNRELATED_CLASSES families or more
-    have. A family is a class of the product with all classes that inherit from it by their first
-    base."""
+    """Return the method names without an underscore that occur in classes of at least
+    UNRELATED_CLASSES families. A family is a class of the product with all classes that inherit
+    from the class by their first base."""
     bases: dict[str, str] = {}
     owners: dict[str, set[str]] = defaultdict(set)
     for module in modules:
@@ -209,12 +209,12 @@ def one_word_methods(modules: Sequence[Module]) -> list[str]:
 
 
 def methods(node: ast.ClassDef) -> list[str]:
-    """The names of the methods that a class defines itself."""
+    """Return the names of the methods that a class defines and does not inherit."""
     return [each.name for each in node.body if isinstance(each, Function)]
 
 
 def family(name: str, bases: dict[str, str], known: set[str]) -> str:
-    """The oldest ancestor of a class among the classes in `known`."""
+    """Return the oldest ancestor of the class `name` among the classes in `known`."""
     passed = set()
     while name in bases and name not in passed and bases[name] in known:
         passed.add(name)
@@ -223,19 +223,19 @@ def family(name: str, bases: dict[str, str], known: set[str]) -> str:
 
 
 def repeated_names(files: Sequence[Module]) -> list[str]:
-    """File names that occur in two folders or more, with counts."""
+    """Return the file names that occur in two folders or more, with counts."""
     counted = Counter(Path(module.path).name for module in files)
     return [f"{name}: {times} times" for name, times in sorted(counted.items()) if times > 1]
 
 
 def full_folders(files: Sequence[Module]) -> list[str]:
-    """Folders that directly hold more than FULL_MODULES modules, with counts."""
+    """Return the folders that directly contain more than FULL_MODULES modules, with counts."""
     counted = Counter(Path(module.path).parent.as_posix() for module in files)
     return [f"{name}/: {size} modules" for name, size in counted.items() if size > FULL_MODULES]
 
 
 def parameters(module: Module) -> Iterator[str]:
-    """Constructor parameters of the classes in a module below FLOORS."""
+    """Yield the constructor parameters of the classes in a module below FLOORS."""
     if not module.is_on_floors:
         return
     for node in module.of_kind(ast.ClassDef):
@@ -246,13 +246,13 @@ def parameters(module: Module) -> Iterator[str]:
 
 
 def keyed_by_request(module: Module) -> Iterator[str]:
-    """Attributes of the connector and the scheduler whose keys are request ids."""
+    """Yield the attributes of the connector and the scheduler whose keys are request ids."""
     if module.is_on_floors and not module.path.startswith("tiers/"):
         yield from (f"{module.path} {found[1]}" for found in KEYED.finditer(module.text))
 
 
 def contract_methods(module: Module) -> Iterator[str]:
-    """Public methods of the class CONTRACT."""
+    """Yield the public methods of the class CONTRACT."""
     for node in module.of_kind(ast.ClassDef):
         if node.name == CONTRACT:
             yield from (

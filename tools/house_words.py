@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The words that identifiers of this repository avoid, with replacements; `house.py` reads them.
 
-A rule is a pattern that is matched with an identifier's words in lower case (`_make_room` and
-`MakeRoom` are both "make room") or with the identifier itself. If a word is also ordinary English,
-its rule names the folders or kinds of names that are checked, and a comment explains the rest."""
+A rule is a pattern that is matched with an identifier's words in lower case ("make room" for
+`_make_room` and `MakeRoom`) or with the identifier itself. If a word is also ordinary English, its
+rule names the folders or kinds of names that are checked, and has a comment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Kind(Enum):
     FUNCTION = "function"
     IMPORT = "import"
     ATTRIBUTE = "attribute"
-    VARIABLE = "variable"  # arguments and keywords too
+    VARIABLE = "variable"  # also arguments and keywords
 
 
 class Identifier(NamedTuple):
@@ -40,11 +40,11 @@ def words_of(identifier: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A forbidden word. A folder in `where` or `but` stands for its mirror below tests/ too."""
+    """A forbidden word. A folder in `where` or `but` includes the same folder below tests/."""
 
     pattern: str
     better: str
-    exact: bool = False  # the pattern must match the whole identifier
+    exact: bool = False  # whether the pattern must match the whole identifier
     where: tuple[str, ...] = ("",)  # only these folders are checked
     but: tuple[str, ...] = ()  # folders that are not checked, by path or by name
     tests: bool = True  # whether names in tests/ are checked
@@ -91,7 +91,7 @@ class Rules:
     def _judge(self, identifier: Identifier) -> list[Rule]:
         name = identifier.name
         if not self._exact.fullmatch(name) and not self._inside.search(words_of(name)):
-            return []  # true of nearly every identifier
+            return []  # nearly every identifier has no rule
         return [rule for rule in self._rules if rule.matches(identifier)]
 
 
@@ -100,14 +100,14 @@ _MODULES = frozenset({Kind.MODULE})
 _SERVER = ("tiers/remote/", "tiers/cache_server/")
 
 NOW = Rules(
-    # tests/tiers/ssd has a ledger of what a store confirmed, tools/ a credit to authors.
+    # In tests/tiers/ssd, a ledger has confirmed writes; in tools/, a credit names authors.
     Rule("ledgers?|credit(?:s|ed)?", "PrefillSavings, record", where=("engine/",)),
-    # Figures are what a benchmark reports; only the engine's class and its holders are meant.
+    # A benchmark reports figures, so the rule is only for the engine's class and its attributes.
     Rule("_?Figures|_figures", "CoreStats", exact=True, where=("engine/",)),
     Rule("figures", "core_stats", exact=True, where=("engine/",), kinds=_MODULES),
     Rule("intakes?", "RequestBuilder in the core, WriteLease in the cache server"),
-    # `has_room`, `NO_ROOM`, `room = size - used` are about space. The private class is meant by
-    # every capital Room, by modules, and by all names of the cache server that are not about space.
+    # `has_room`, `NO_ROOM` and `room = size - used` are about space and allowed. The rules forbid a
+    # capital Room, modules, and names of the cache server that are not about space.
     Rule(r"_*(?:[A-Z]\w*)?Rooms?(?![a-z])\w*", "TenantStore, TenantStores", exact=True),
     Rule("rooms?", "tenant_store", kinds=_MODULES),
     Rule(
@@ -117,16 +117,16 @@ NOW = Rules(
     ),
     Rule("loans?|holdings?", "ReadLease, leases"),
     Rule("beliefs?", "PresenceCache"),
-    # Lanes of the SSD's threads, of CUDA's streams and of a GPU's warps stay.
+    # The word is allowed for lanes of the SSD's threads, of CUDA streams and of a GPU's warps.
     Rule("lanes?", "TransferQueue", where=(*_SERVER, "tiers/wire/")),
     Rule("makeshift", "fallback"),
     Rule("doomed", "pending_clear"),
     Rule("threatened", "eviction candidates"),
-    # A test or a benchmark asks an engine a question; stores and the hierarchy look keys up.
+    # In tests and benchmarks "ask" is allowed for a request to an engine; stores look keys up.
     Rule("asking", "PendingLookups", where=("connector/", "tiers/")),
     Rule("ask", "prefetch_lookup", exact=True, where=("connector/", "tiers/"), tests=False),
-    # A policy's trial against LRU and a test's repeated trial are trials; so is `trial_read`, the
-    # measured read that a store makes on request.
+    # Allowed uses: a policy's trial against LRU, a test's repeated trial, and `trial_read`, a read
+    # that a store measures on request.
     Rule(
         "(?:start )?trials?(?! read)",
         "Calibration",
@@ -134,7 +134,7 @@ NOW = Rules(
         kinds=_DEFINED | {Kind.ATTRIBUTE},
     ),
     Rule("read up", "promote"),
-    # The flag --kv-fault-injection and classes such as FaultyStore keep their names.
+    # The flag --kv-fault-injection and classes such as FaultyStore are allowed.
     Rule(
         "drill|faulty",
         "a module of tiers/testing/",
@@ -142,19 +142,19 @@ NOW = Rules(
         but=("testing",),
         kinds=_MODULES,
     ),
-    # `shown` as a variable holds what was shown. Meant are the functions that format values.
+    # A variable may have the name `shown`; the rule is for functions that format values.
     Rule("shown(_name)?", "format_value", exact=True, kinds=_DEFINED, tests=False),
     Rule("nearest", "suggest", exact=True, kinds=_DEFINED, tests=False),
     Rule("patience", "max_wait_seconds"),
-    # Transports are those of the cache server's benchmark; one way and both ways are directions. In
-    # benchmarks/gpu a way is how a step is computed, in connector/device how bytes are copied.
+    # The rule is for transports in the cache server's benchmark. "One way" and "both ways" are
+    # directions; in benchmarks/gpu and connector/device, a way is a method of computing or copying.
     Rule("(?<!one )(?<!both )ways?", "transport", where=("benchmarks/",), but=("benchmarks/gpu",)),
     Rule("crews?", "clients"),
     Rule("contests?", "comparison"),
     Rule("second sight", "doorkeeper"),
     Rule("LOGITS_AT_ONCE_THERE", "LOGITS_CHUNK_GPU", exact=True),
     Rule("_do", "_ops", exact=True, where=("engine/models/",)),
-    # `num_parked` is a statistic that users see.
+    # `num_parked` is allowed, because it is a public statistic.
     Rule(
         "car park|(?<!num )parked|parking",
         "RequestLoads, loading",
@@ -162,7 +162,7 @@ NOW = Rules(
     ),
     Rule("meetings?|back loads?", "overlapped loads", where=("connector/", "engine/")),
     Rule("BOTH|BOTH_MARGIN", "OVERLAP", exact=True, where=("connector/", "engine/")),
-    # The front of engine/api is the HTTP front end.
+    # In engine/api, which the rule does not check, "front" is the HTTP front end.
     Rule("front", "compute frontier", where=("connector/", "engine/scheduler/")),
     Rule("loaded from", "load frontier"),
 )

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Installs the dependencies in pyproject.toml, by uv, into the environment of this Python.
+"""Installs the dependencies of pyproject.toml with uv into the environment of the running Python.
 
-`make` runs this tool before pip; pip then finds all dependencies and installs only the project. uv
-takes a quarter of pip's processor time and uses the indexes that pip is set to. If uv fails, the
-tool prints the reason and its exit status is 1; pip then installs everything. The arguments are
-extras: `python tools/install_dependencies.py EXTRA...`. With `--into FOLDER REQUIREMENT` the tool
-installs that requirement alone into the folder."""
+`make` runs the tool before pip, so that pip finds all dependencies and installs only the project.
+uv takes a quarter of pip's processor time and uses pip's configured indexes. If uv fails, the tool
+prints the reason and exits with status 1, and pip installs everything. The arguments are extras:
+`python tools/install_dependencies.py EXTRA...`. With `--into FOLDER REQUIREMENT` the tool installs
+only REQUIREMENT, into FOLDER."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 UV = "uv==0.13.9"
 SECONDS = 900
-# pip's option → uv's variable, and the text that joins several values.
+# pip's option → uv's environment variable, and the separator of several values.
 SETTINGS = {
     "index-url": ("UV_DEFAULT_INDEX", " "),
     "extra-index-url": ("UV_INDEX", " "),
@@ -33,7 +33,7 @@ SETTINGS = {
 
 
 def requirements(extras: Sequence[str], project: dict[str, object]) -> Iterator[str]:
-    """Requirements of the project and of these extras; an extra may name other extras."""
+    """Yield the requirements of the project and of `extras`; an extra may include other extras."""
     optional = project["optional-dependencies"]
     assert isinstance(optional, dict)
     listed = [project["dependencies"], *(optional[extra] for extra in extras)]
@@ -45,8 +45,8 @@ def requirements(extras: Sequence[str], project: dict[str, object]) -> Iterator[
 
 
 def settings(listed: str) -> dict[str, str]:
-    """uv's environment variables for the settings in the output of `pip config list`. A later
-    section replaces the values of an earlier one, as in pip."""
+    """Return uv's environment variables for the settings in `listed`, the output of `pip config
+    list`. As in pip, values of later sections replace values of earlier sections."""
     found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
     for section in ("global.", "install.", ":env:."):
         for line in listed.splitlines():
@@ -58,7 +58,7 @@ def settings(listed: str) -> dict[str, str]:
 
 
 def wanted(words: Sequence[str]) -> list[str]:
-    """The arguments of `uv pip install`: the requirements and the target."""
+    """Return the arguments of `uv pip install`: the requirements and the target."""
     if words[:1] == ["--into"]:
         return ["--no-deps", "--target", *words[1:]]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

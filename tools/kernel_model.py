@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts from machine code alone how near the attention kernels come to a GPU's limits.
+"""Predicts, from machine code alone, which share of a GPU's peak rates the attention kernels reach.
 
     python tools/kernel_model.py                    the shapes that docs/gpu.md has targets for
     python tools/kernel_model.py --only '*'         every attention kernel of the table
     python tools/kernel_model.py --table FILE       another table, such as that of Triton 3.6.0
 
 The tool reads `kernels/resources.json`, which `compile_kernels.py` writes, and prints Markdown. A
-pass of a kernel's inner loop computes one tile. The terms of its time, in cycles of a
-multiprocessor, are
+pass of a kernel's inner loop computes one tile. The time of a tile has these terms, in cycles of a
+multiprocessor:
 
     bytes    K and V of the tile, at an even share of the rate of memory (decode) or L2 (prefill)
-    tensor   the products, those on padding included
-    issue    the instructions, at one of a warp in each cycle and scheduler
-    mufu     exponentials
+    tensor   the matrix products, including products of padding
+    issue    the instructions, at one warp instruction per cycle and scheduler
+    mufu     exponentials, in the special function unit
     shared   loads and stores of shared memory
 
-With perfect overlap a tile takes the longest of these terms, and without overlap their sum. The
-real time lies between, nearer to the longest if a multiprocessor runs more programs. Nothing here
-is measured. The model leaves out latencies, waits at barriers, bank conflicts, the shared memory
-that tensor cores read by themselves, a clock that falls under load, edges of the causal mask, and
-launches."""
+With perfect overlap a tile takes the longest of these terms, and without overlap the sum of the
+terms. The real time is between the two, and closer to the longest term if a multiprocessor runs
+more programs. The tool measures nothing. The model ignores latencies, waits at barriers, bank
+conflicts, reads of shared memory by tensor cores, a lower clock under load, edges of the causal
+mask, and launches."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ from stratakv.kernels.attention.paged_decode_launch import (
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "kernels" / "resources.json"
 TARGET = "sm_90"
-# The shapes with targets in docs/gpu.md: heads of 128 numbers, 4 query heads for each KV head.
+# The kernels with targets in docs/gpu.md: heads of 128 elements, 4 query heads per KV head.
 USUAL = ("paged_decode.*.d128.g4", "paged_decode.*.d128.g4.*-scales", "paged_prefill.*.d128.g4.*")
 
-MULTIPROCESSORS = 132  # data sheets of H100 SXM and H200
-MEMORY_BYTES = {"H100": 3.35e12, "H200": 4.8e12}  # bytes per second; the same data sheets
-COPY_SHARE = 0.9  # the share of memory's rate that a plain copy gets: 4.3e12 was seen on an H200
-# The clock with busy tensor cores ("Hopper architecture" white paper, table of peak rates): 132
-# multiprocessors with 4,096 operations on 16-bit numbers in a cycle give 989.4 TFLOP/s.
+MULTIPROCESSORS = 132  # of a GPU, from the data sheets of H100 SXM and H200
+MEMORY_BYTES = {"H100": 3.35e12, "H200": 4.8e12}  # bytes per second, from the data sheets
+COPY_SHARE = 0.9  # share of the memory's rate that a copy reaches: an H200 reached 4.3e12
+# The clock with busy tensor cores, in Hz ("Hopper architecture" white paper, table of peak rates):
+# 132 multiprocessors with 4,096 16-bit operations per cycle have 989.4 TFLOP/s.
 CLOCK = 1.83e9
 TENSOR_FLOPS = 4096
-# The share of that rate for products that one warp issues instead of four together: 62.9 % on
-# average, Luo et al. 2024, arXiv:2402.13499.
+# The share of the tensor cores' peak rate for products of one warp instead of a warpgroup: 62.9 %
+# on average, Luo et al. 2024, arXiv:2402.13499.
 WARP_SHARE = 0.63
-SCHEDULERS = 4  # the same white paper: four parts of a multiprocessor issue one instruction each
+SCHEDULERS = 4  # parts of a multiprocessor that issue one instruction each, same paper
 MUFU_RESULTS = 16  # per cycle; CUDA C++ programming guide, arithmetic throughput, capability 9.0
 L2_BYTES = 5120  # per cycle of the whole device; A100 white paper (not published for the H100)
-WARP, WARPGROUP = 32, 4  # threads of a warp; warps of a warpgroup
+WARP, WARPGROUP = 32, 4  # threads in a warp; warps in a warpgroup
 
-# Name, requests, tokens of each: the benchmark's cases (benchmarks/gpu/attention/decode.py) without
-# that of one short request, whose time is all latency.
+# Name, requests, tokens of each request: the cases of benchmarks/gpu/attention/decode.py, without
+# the case of one short request, whose time is only latency.
 CASES = (
     ("4k x 32", 32, 4096),
     ("8k x 64", 64, 8192),
@@ -70,11 +70,10 @@ KV_HEADS = 8
 
 
 class Prediction(NamedTuple):
-    """The prediction for one kernel on one device: for one tile, cycles of a multiprocessor by
-    term."""
+    """The prediction for a kernel on a GPU: a multiprocessor's cycles for one tile, by term."""
 
     cycles: dict[str, float]
-    useful: float  # cycles of the resource that should be the limit: bytes, or products
+    useful: float  # cycles of the limiting resource: bytes for decode, products for prefill
 
     @property
     def limit(self) -> str:
@@ -82,19 +81,19 @@ class Prediction(NamedTuple):
 
     @property
     def best(self) -> float:
-        """The share of that resource's rate that the kernel reaches if all terms overlap."""
+        """The share of the limiting resource's rate with overlap of all terms."""
         return self.useful / max(self.cycles.values())
 
     @property
     def worst(self) -> float:
-        """The share of that resource's rate that the kernel reaches if no terms overlap."""
+        """The share of the limiting resource's rate without overlap of terms."""
         return self.useful / sum(self.cycles.values())
 
 
 def predict(name: str, found: dict[str, Any], device: str) -> Prediction:
     """Predict a tile's cycles. `found` is the kernel's row for sm_90; its `tile_bytes` must be set,
-    which means that a pass is one tile."""
-    one_pass = min(found["passes"], key=lambda each: each["instructions"])  # without a mask
+    so that a pass is one tile."""
+    one_pass = min(found["passes"], key=lambda each: each["instructions"])  # no mask
     warps = found["warps"]
     bytes_a_cycle = MEMORY_BYTES[device] * COPY_SHARE / MULTIPROCESSORS / CLOCK
     is_decode = name.startswith("paged_decode")
@@ -112,8 +111,8 @@ def predict(name: str, found: dict[str, Any], device: str) -> Prediction:
 
 
 def _tensor_cycles(instruction: str, count: int) -> float:
-    """The cycles of one warp's products. Four warps share an "HGMMA.64x128x16"; in "HMMA.16816" the
-    last two sizes are 8 and 16."""
+    """Return the cycles of `count` products of one warp. A product "HGMMA.64x128x16" is shared by
+    four warps; "HMMA.16816" has the sizes 16, 8 and 16."""
     mnemonic, shape = instruction.split(".")
     if mnemonic == "HGMMA":
         m, n, k = map(int, shape.split("x"))
@@ -124,11 +123,11 @@ def _tensor_cycles(instruction: str, count: int) -> float:
 
 
 def used(name: str, found: dict[str, Any], requests: int, tokens: int) -> tuple[int, float]:
-    """The number of splits that contexts are cut into, and the share of time that a full device
-    would be at work, from the waves in which its programs run."""
+    """Return the number of splits of a context, and the used share of a GPU in waves of
+    programs."""
     _, pool, head_dim, *_ = name.split(".")
     element = {"fp8e4nv": 1, "bf16": 2, "fp16": 2, "fp32": 4}[pool]
-    tile = found["tile_bytes"] // (2 * int(head_dim[1:]) * element)  # tokens; each has K and V
+    tile = found["tile_bytes"] // (2 * int(head_dim[1:]) * element)  # tokens, each with K and V
     expected = FP8_PROGRAMS_PER_MULTIPROCESSOR if element == 1 else PROGRAMS_PER_MULTIPROCESSOR
     pairs, tiles = requests * KV_HEADS, -(-tokens // tile)
     splits = choose_splits(pairs, tokens, MULTIPROCESSORS, tile, expected)
@@ -139,8 +138,8 @@ def used(name: str, found: dict[str, Any], requests: int, tokens: int) -> tuple[
 
 
 def of_one_tile(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """A Markdown table: each kernel's terms, and the share that it reaches of its resource's
-    rate."""
+    """Return a Markdown table with the terms of each kernel, and the share of its resource's rate
+    that the kernel reaches."""
     lines = [
         "| kernel | programs | bytes | tensor | issue | mufu | shared | longest | H200 | H100 |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -154,7 +153,7 @@ def of_one_tile(rows: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def of_cases(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """A Markdown table: decode of whole batches on an H200, as shares of a plain copy's rate."""
+    """Return a Markdown table of decode of whole batches on an H200, as shares of a copy's rate."""
     names = [name for name in rows if name.startswith("paged_decode")]
     lines = [
         f"| kernel | {' | '.join(name for name, _, _ in CASES)} |",
@@ -172,7 +171,7 @@ def of_cases(rows: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def report(rows: dict[str, dict[str, Any]]) -> str:
-    """Both tables, and a table of prefill in TFLOP/s."""
+    """Return the tables of tiles and of whole batches, and a table of prefill in TFLOP/s."""
     peak = TENSOR_FLOPS * MULTIPROCESSORS * CLOCK / 1e12
     rates = []
     for name in rows:
@@ -184,7 +183,7 @@ def report(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def read_rows(table: Path, patterns: tuple[str, ...] = USUAL) -> dict[str, dict[str, Any]]:
-    """The sm_90 rows of the kernels that match a pattern and have `tile_bytes`."""
+    """Return the sm_90 rows of the kernels that match a pattern and have `tile_bytes`."""
     configurations = json.loads(table.read_text())["configurations"]
     found = {
         name: row[TARGET]

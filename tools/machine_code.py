@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the machine code of a kernel: its instructions, and what one pass of each inner loop does.
+"""Reads the machine code of a kernel: its instructions, and the work of a pass of each inner loop.
 
-NVIDIA's disassembler, which Triton brings, prints the instructions of many kernels at once, because
-each start of it takes a third of a processor second. A loop is the code from a backward branch's
-target to the branch. Loops that contain another loop do not count, nor do loops without matrix
-products or copies if another loop has some. A kernel without a counted loop is one pass.
+NVIDIA's disassembler, which Triton contains, prints the instructions of many kernels in one call,
+because each call takes a third of a processor second. A loop is the code from a backward branch's
+target to the branch. A loop that contains another loop is not counted, nor is a loop without matrix
+products or copies if another loop has matrix products or copies. Without a counted loop, a kernel
+is one pass.
 
-    instructions   of one warp; those that a predicate may skip count too
+    instructions   of one warp, including instructions that a predicate may skip
     barriers       for all warps of a program
     narrow_shared  loads and stores of shared memory by one or two bytes
     mufu           exponentials, reciprocals and other functions of the special unit
-    matrix         products of matrices by instruction and shape: {"HGMMA.64x128x16": 16}
-    memory         accesses of global memory by their bits a thread: {"LDGSTS.128": 16}
-    shared_words   accesses of shared memory by one warp, in words of 32 x 4 bytes; without what
-                   products read by themselves, and as if there were no bank conflicts"""
+    matrix         matrix products by instruction and shape: {"HGMMA.64x128x16": 16}
+    memory         accesses of global memory by bits per thread: {"LDGSTS.128": 16}
+    shared_words   accesses of shared memory by one warp, in words of 32 x 4 bytes, without reads by
+                   matrix products, and without bank conflicts"""
 
 from __future__ import annotations
 
@@ -27,21 +28,21 @@ from typing import Any, NamedTuple
 
 TOOL_SECONDS = 60
 SLACK = 1.02  # a pass may have up to 2 % more instructions than before
-INSTRUCTION_BYTES = 16  # since capability 7.0
+INSTRUCTION_BYTES = 16  # the size of an instruction since compute capability 7.0
 _LINE = re.compile(  # an address, a predicate, an instruction
     r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<opcode>[A-Z][\w.]*)(?P<operands>[^;]*);",
     re.MULTILINE,
 )
 _TARGET = re.compile(r"\b0x([0-9a-f]+)\s*$")
-_WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}  # bits; 32 without one
+_WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}  # bits; 32 without any
 _MATRIX = {"HMMA", "HGMMA", "IMMA", "IGMMA", "QGMMA", "DMMA"}
 _GLOBAL = {"LDG", "STG", "LDGSTS"}
 _ENDS = {"EXIT", "RET"}
 
 
 class Instruction(NamedTuple):
-    opcode: str  # opcode with modifiers: "LDGSTS.E.BYPASS.128"
-    leads_to: int | None  # a branch's target: the index of an instruction
+    opcode: str  # with modifiers, such as "LDGSTS.E.BYPASS.128"
+    leads_to: int | None  # the target of a branch, as index of an instruction
 
     @property
     def mnemonic(self) -> str:
@@ -54,7 +55,7 @@ class Instruction(NamedTuple):
 
 
 def disassemble(cubins: Sequence[bytes], target: int) -> list[list[Instruction]]:
-    """The instructions of each kernel in `cubins`, all compiled for one target, in order."""
+    """Return the instructions of each kernel in `cubins`, which are all compiled for `target`."""
     from triton import knobs
 
     if not cubins:
@@ -71,7 +72,7 @@ def disassemble(cubins: Sequence[bytes], target: int) -> list[list[Instruction]]
 
 
 def _text(cubin: bytes) -> bytes:
-    """The machine code in an ELF file that holds one kernel."""
+    """Return the machine code in an ELF file that contains one kernel."""
     (headers,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, strings = struct.unpack_from("<HHH", cubin, 0x3A)
     sections = [struct.unpack_from("<I20xQQ", cubin, headers + size * i) for i in range(count)]
@@ -87,7 +88,7 @@ def _text(cubin: bytes) -> bytes:
 
 
 def read(printed: str, lengths: Sequence[int]) -> list[list[Instruction]]:
-    """The instructions of several kernels in one disassembly, of which `lengths` has each size."""
+    """Return the instructions of several kernels in one disassembly; `lengths` has their sizes."""
     lines = [(line["opcode"], line["operands"]) for line in _LINE.finditer(printed)]
     if len(lines) != sum(lengths):
         raise ValueError(f"expected {sum(lengths)} instructions, the disassembler has {len(lines)}")
@@ -104,8 +105,8 @@ def read(printed: str, lengths: Sequence[int]) -> list[list[Instruction]]:
 
 
 def passes(code: Sequence[Instruction]) -> list[dict[str, Any]]:
-    """The work of one pass of each counted inner loop, in the order of the code."""
-    ends: dict[int, int] = {}  # first instruction of a loop → last
+    """Return the work of one pass of each counted inner loop, in the order of the code."""
+    ends: dict[int, int] = {}  # first instruction of a loop → last instruction
     for index, one in enumerate(code):
         if one.leads_to is not None and one.leads_to < index:
             ends[one.leads_to] = index
@@ -122,7 +123,7 @@ def passes(code: Sequence[Instruction]) -> list[dict[str, Any]]:
 
 
 def _work(loop: Sequence[Instruction]) -> int:
-    """The rank of a loop: 2 with matrix products or copies, 1 with loads or stores, otherwise 0."""
+    """Return the rank of a loop: 2 with matrix products or copies, 1 with loads or stores, or 0."""
     found = {one.mnemonic for one in loop}
     return 2 if found & {*_MATRIX, "LDGSTS"} else 1 if found & _GLOBAL else 0
 
@@ -147,13 +148,13 @@ def _counts(code: Sequence[Instruction]) -> dict[str, Any]:
 def _shared_words(one: Instruction) -> int:
     if one.mnemonic in ("LDS", "STS", "LDGSTS"):
         return max(1, one.bits // 32)
-    if one.mnemonic in ("LDSM", "STSM"):  # the opcode's number: matrices of 8 x 8 two-byte numbers
+    if one.mnemonic in ("LDSM", "STSM"):  # of so many 8 x 8 matrices of 16 bits
         return next((int(part) for part in one.opcode.split(".") if part in ("2", "4")), 1)
     return 0
 
 
 def worse(before: Sequence[Any], after: Sequence[Any]) -> Iterator[str]:
-    """Costs of a kernel's passes that exceed the earlier costs, a sentence each."""
+    """Yield a sentence for each cost of a kernel's passes that exceeds the earlier cost."""
     if len(before) != len(after):
         yield f"expected {len(before)} inner loops, got {len(after)}"
         return
@@ -173,7 +174,7 @@ def worse(before: Sequence[Any], after: Sequence[Any]) -> Iterator[str]:
 
 
 def _narrower(old: dict[str, int], new: dict[str, int], where: str) -> Iterator[str]:
-    """A sentence for each kind of access that moves fewer bits at its earlier widest width."""
+    """Yield a sentence for each kind of access that moves fewer bits in its earlier widest form."""
     for kind in sorted({key.partition(".")[0] for key in old}):
         widest = max(_bits(kind, old))
         if _carried(kind, new, widest) < _carried(kind, old, widest):
@@ -181,11 +182,11 @@ def _narrower(old: dict[str, int], new: dict[str, int], where: str) -> Iterator[
 
 
 def _bits(kind: str, memory: dict[str, int]) -> dict[int, int]:
-    """The number of accesses of one kind, by width in bits."""
+    """Return the number of accesses of one kind, by width in bits."""
     parts = ((*key.split("."), count) for key, count in memory.items())
     return {int(bits): count for name, bits, count in parts if name == kind}
 
 
 def _carried(kind: str, memory: dict[str, int], least: int) -> int:
-    """The bits that accesses of at least `least` bits carry together."""
+    """Return the total bits of the accesses of one kind that have at least `least` bits."""
     return sum(bits * count for bits, count in _bits(kind, memory).items() if bits >= least)

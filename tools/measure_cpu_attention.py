@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures attention on the CPU against its limits, and the embedded model's steps with it.
+"""Measures attention of the CPU kernels against the CPU's limits, and steps of the embedded model.
 
     .venv/bin/python tools/measure_cpu_attention.py [--pairs 9] [--only kernels|steps]
 
-    decode      one token each at context 4,000, against summing as many bytes (torch's own sum)
-    prefill     3,600 tokens, its products a second against torch's product of large matrices
-    steps       1, 16 and 64 decodes and a prefill of 3,600: attention in place in the pool and
-                attention over gathered K and V, in turns
+    decode      one token per request at context 4,000; limit: torch's sum over as many bytes
+    prefill     3,600 tokens, in products per second; limit: torch's product of large matrices
+    steps       1, 16 and 64 decodes and a prefill of 3,600: attention over the paged pool and
+                attention over gathered K and V, alternating
 
-All figures are medians, in wall-clock seconds and in processor seconds. A ratio is the median of
-the ratios of single pairs."""
+All times are medians, in wall-clock seconds and in processor seconds. A ratio is the median of the
+ratios of single pairs of runs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def timed(work: Callable[[], object]) -> Timed:
 def in_turns(
     first: Callable[[], object], second: Callable[[], object], pairs: int
 ) -> tuple[Timed, Timed, Timed]:
-    """Median times of `first` and of `second`, and the median of second over first in a pair."""
+    """Return the median times of `first` and `second`, and the median ratio second over first."""
     first(), second()
     found = [(timed(first), timed(second)) for _ in range(pairs)]
 
@@ -73,7 +73,7 @@ def in_turns(
 def pool_of(
     tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype, requests: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One layer of a pool with three layers, and block tables in random order."""
+    """Return one layer of a pool with three layers, and block tables in random order."""
     blocks = -(-tokens // BLOCK_SIZE)
     pool = torch.randn(requests * blocks, 3, 2, BLOCK_SIZE, kv_heads, head_dim).to(dtype)
     order = torch.randperm(requests * blocks).to(torch.int32).view(requests, blocks)
@@ -134,7 +134,7 @@ def measure_prefill(pairs: int) -> None:
 
 
 class Steps:
-    """A model runner of the embedded model, with the part of a scheduler that its steps need."""
+    """A model runner of the embedded model, with the scheduler outputs that its steps need."""
 
     def __init__(self, backend: str) -> None:
         self._runner = ModelRunner(

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the first quarter of an hour on a GPU machine: one command a step, within its time limit.
+"""Runs tests and benchmarks on a lent GPU machine, in steps with a time limit each.
 
     python tools/on_gpu.py first   [--wheels DIR] [--out DIR] [--commit ID] [--seconds N]
     python tools/on_gpu.py figures [...]
 
-The step `first` shows that tokens, bytes and order are right. The step `figures` takes the
+The step `first` tests that tokens, bytes and order are right. The step `figures` takes the
 measurements, the most important first. The steps `probe`, `tests`, `bench`, `full` and `sanitize`
-are for later loans of a machine. A step is a few commands, alone or side by side. Each command has
-a process group and a time limit, which is a share of the loan's seconds. Logs, JSON, pictures and
-`on-gpu.json`, which says what ran and how it ended, go into one archive. The archive is written
-again after every command, so a step that is cut off keeps its results. The tool needs only the
-standard library; nothing has to be installed.
+are for later loans of a machine. A step is a few commands, some of which run at the same time. Each
+command has a process group and a time limit, which is a share of the loan's seconds. Logs, JSON,
+pictures and `on-gpu.json`, which lists the commands and their outcomes, are in one archive. The
+archive is written again after every command, so the results of an interrupted step are kept. The
+tool needs only the standard library.
 
 `--rehearse` runs the same steps without a GPU, at tiny sizes and without the packages that a GPU
-machine lacks. A rehearsal shows that the steps work and measures nothing, and its output says so.
-docs/gpu.md describes the order of the steps and what each figure decides."""
+machine lacks. A rehearsal tests the steps and measures nothing, and the output reports the
+rehearsal. docs/gpu.md describes the order of the steps and what each figure decides."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from gpu_session.steps import (
     sections_of,
 )
 
-LEAST_SECONDS = 240.0  # of a loan; the machine's start takes up to a third of that
+LEAST_SECONDS = 240.0  # shortest loan; the machine's start takes up to a third of it
 NO_COMMIT = "NO COMMIT is known, and figures without one belong to nothing; give --commit ID"
 
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     args = read_arguments(arguments)
     work = Path(tempfile.mkdtemp(prefix="on-gpu-"))
-    # The machine's owner sends SIGTERM to take it back: end all commands and remove the folder.
+    # The owner ends the loan by SIGTERM: end all commands and remove the temporary folder.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         check_arguments(args)
@@ -120,7 +120,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raises WrongUse for a value that cannot work."""
+    """Raise WrongUse for an invalid value of an argument."""
     if args.wheels is not None and not args.wheels.is_dir():
         raise WrongUse(f"--wheels takes a folder, and {args.wheels} is none")
     if not args.seconds >= LEAST_SECONDS:
@@ -135,8 +135,8 @@ def check_arguments(args: argparse.Namespace) -> None:
 def choose_groups(
     args: argparse.Namespace, sections: Sequence[str]
 ) -> tuple[list[Group], list[str]]:
-    """The commands to run, and a note for each group that is left out because `bench gpu` lacks one
-    of its sections. Raises WrongUse."""
+    """Return the commands to run, and a note for each group that is left out because `bench gpu`
+    lacks a section of the group. Raises WrongUse."""
     groups, notes = [], []
     every = groups_of(args.step, is_rehearsal=args.rehearse, lent=args.seconds, peers=args.peers)
     for group in every:
@@ -153,7 +153,7 @@ def choose_groups(
 
 
 def sanitize_command(args: argparse.Namespace) -> str:
-    """The `sanitize` command to run instead of `figures`, with the options of this run."""
+    """Return the `sanitize` command to run instead of `figures`, with the options of this run."""
     words = ["python", "tools/on_gpu.py", "sanitize", "--only", SANITIZE_FIRST]
     for name in ("wheels", "out", "commit"):
         value = getattr(args, name)
@@ -164,7 +164,7 @@ def sanitize_command(args: argparse.Namespace) -> str:
 
 
 def tell(step: Step, archive: Path) -> None:
-    """Print the table of outcomes, the archive's path and the notes."""
+    """Print the table of outcomes, the path of the archive and the notes."""
     for each in step.outcomes:
         print(f"{each.result:10} {each.seconds:7.1f} s  {each.name:22} {each.last_line}")
     print(f"written: {archive} ({archive.stat().st_size / 2**20:.1f} MB)")

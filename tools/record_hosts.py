@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records what LMCache's and SGLang's plug-in interfaces look like, for tests without them.
+"""Records the plug-in interfaces of LMCache and SGLang, for tests without LMCache and SGLang.
 
     python tools/record_hosts.py WHEEL_OR_SITE_PACKAGES ...
 
@@ -37,7 +37,7 @@ CLASSES = {
         HICACHE + "pool_host/base.py": ("HostKVCache",),
     },
 }  # fmt: skip
-# The call by which the host constructs the plug-in: its arguments are recorded.
+# The call with which the host constructs the plug-in; its arguments are recorded.
 CALLS = {
     "lmcache": {L2 + "l2_adapters/plugin_l2_adapter.py": "adapter_cls"},
     "sglang": {HICACHE + "storage/backend_factory.py": "backend_class"},
@@ -47,7 +47,7 @@ Source = Callable[[str], str]
 
 
 def record(host: str, source: Source, version: str, origin: str) -> dict[str, Any]:
-    """The record of one host. `source` returns the text of a file."""
+    """Return the record of one host. `source` returns the text of a file of the host."""
     classes: dict[str, Any] = {}
     for path, names in CLASSES[host].items():
         found = {
@@ -90,7 +90,7 @@ def _class(node: ast.ClassDef) -> dict[str, Any]:
 
 
 def _parameters(args: ast.arguments) -> list[list[Any]]:
-    """Name of each parameter without the first, and whether it has a default."""
+    """Return the name of each parameter after the first, and whether it has a default."""
     positional = [*args.posonlyargs, *args.args]
     first_default = len(positional) - len(args.defaults)
     made: list[list[Any]] = [[each.arg, i >= first_default] for i, each in enumerate(positional)]
@@ -113,8 +113,7 @@ def _arguments(tree: ast.Module, name: str) -> list[list[str]]:
 
 
 def _open(host: str, place: Path) -> tuple[Source, str] | None:
-    """A reader of the host's files at this place, and the version; None if the host is not
-    there."""
+    """Return a reader of the host's files in `place`, and its version; None without the host."""
     if place.suffix == ".whl":
         if not place.name.startswith(host + "-"):
             return None
@@ -126,7 +125,7 @@ def _open(host: str, place: Path) -> tuple[Source, str] | None:
 
 
 def main() -> None:
-    """Record the hosts found at each place in the arguments."""
+    """Record the hosts in each wheel or folder of the command line."""
     if not sys.argv[1:]:
         raise SystemExit(__doc__)
     for place in map(Path, sys.argv[1:]):

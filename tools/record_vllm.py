@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records what vLLM's interfaces for offloading and KV connectors look like, for tests that run
-without vLLM.
+"""Records vLLM's interfaces for offloading and KV connectors, for tests that run without vLLM.
 
     python tools/record_vllm.py WHEEL_OR_SITE_PACKAGES ...
 
-The tool reads the source code in a wheel or an installation and imports nothing. For each place it
-writes tests/connector/vllm/signatures/VERSION.json with each class's bases, methods with their
-parameters, fields, and the attributes that its constructor sets."""
+The tool reads the source code in a wheel or an installation and imports nothing. For each wheel or
+installation it writes tests/connector/vllm/signatures/VERSION.json with each class's bases, methods
+with their parameters, fields, and the attributes that its constructor sets."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ CLASSES = {
     OFFLOAD + "tiering/spec.py": ("TieringOffloadingSpec",),
     CONNECTOR + "offloading/metrics.py": ("OffloadingConnectorStats",),
 }  # fmt: skip
-# Classes for a KV connector: those that the adapter overrides, and those that it reads.
+# Classes for a KV connector: classes that the adapter inherits from, and classes that it reads.
 CONNECTOR_CLASSES = {
     CONNECTOR + "base.py": (
         "KVConnectorBase_V1", "SupportsHMA", "KVConnectorRole", "KVConnectorMetadata",
@@ -60,22 +59,22 @@ CONNECTOR_CLASSES = {
     "vllm/distributed/kv_events.py": ("BlockStored", "BlockRemoved"),
     "vllm/v1/metrics/cache_hit_source.py": ("CacheHitSource",),
 }  # fmt: skip
-# Files that some versions lack.
+# Files that older versions of vLLM do not have.
 NEW = ("vllm/v1/metrics/cache_hit_source.py",)
-# The adapter reads only fields of these classes.
+# Classes of which the adapter reads only fields.
 READ_ONLY = (
     "KVCacheConfig", "KVConnectorOutput", "KVTransferConfig", "Request", "FullAttentionSpec",
     "SinkFullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec",
 )  # fmt: skip
 INIT = "__init__"
-# Module → its names that the adapter reads.
+# Module → names of the module that the adapter reads.
 NAMES = {"vllm/v1/core/kv_cache_utils.py": ("_NONE_HASH_SEED", "DEFAULT_NONE_HASH_SEED")}
-# The calls that hand a job to a tier: their keywords are recorded.
+# The calls with which vLLM passes a job to a tier; their keywords are recorded.
 CALLS = {OFFLOAD + "tiering/factory.py": "tier_cls", OFFLOAD + "tiering/manager.py": "TransferJob"}
 
 
 def record(source: Callable[[str], str], version: str, origin: str) -> dict[str, Any]:
-    """The record of one version. `source` returns the text of a file."""
+    """Return the record of one version of vLLM. `source` returns the text of a file."""
     return {
         "version": version,
         "taken_from": origin,
@@ -138,7 +137,7 @@ def _class(node: ast.ClassDef) -> dict[str, Any]:
 
 
 def _parameters(args: ast.arguments) -> list[list[Any]]:
-    """Name and kind of each parameter without the first, and whether it has a default."""
+    """Return name and kind of each parameter after the first, and whether it has a default."""
     positional = [*args.posonlyargs, *args.args]
     first_default = len(positional) - len(args.defaults)
     made: list[list[Any]] = [
@@ -171,7 +170,7 @@ def _keywords(tree: ast.Module, name: str) -> list[list[str]]:
 
 
 def _open(place: Path) -> tuple[Callable[[str], str], str]:
-    """A reader of vLLM's files at this place, and the version."""
+    """Return a reader of vLLM's files in `place`, and the version of vLLM."""
     if place.suffix == ".whl":
         wheel = zipfile.ZipFile(place)
         version = place.name.split("-")[1]
@@ -184,7 +183,7 @@ def _open(place: Path) -> tuple[Callable[[str], str], str]:
 
 
 def main() -> None:
-    """Record vLLM at each place in the arguments."""
+    """Record vLLM in each wheel or folder of the command line."""
     if not sys.argv[1:]:
         raise SystemExit(__doc__)
     OUT.mkdir(parents=True, exist_ok=True)

@@ -2,17 +2,17 @@
 """Run the tests of the CPU's compiled kernels with a library built with sanitizers.
 
 The library is built with AddressSanitizer and UndefinedBehaviorSanitizer into `build/sanitized`,
-beside links to all other files of the package, and the tests use that package. AddressSanitizer
-guards the ends of memory that torch allocates. So a read past a tensor ends the process, and
-undefined behaviour does, too. The tool needs GCC with its sanitizers.
+which also has links to all other files of the package, and the tests import that package. A read
+beyond the end of a tensor, or undefined behaviour, ends the process, because AddressSanitizer
+guards the memory that torch allocates. The tool needs GCC with its sanitizers.
 
     python tools/sanitize_cpu_kernels.py                     all parts, some minutes
-    python tools/sanitize_cpu_kernels.py --part build        the library; objects are kept
+    python tools/sanitize_cpu_kernels.py --part build        the build; objects are kept
     python tools/sanitize_cpu_kernels.py --part planted      a fault made on purpose must be found
     python tools/sanitize_cpu_kernels.py --part test_cpu_network.py -k pass    options are pytest's
 
 The build takes some 300 processor seconds, a third for each variant of the library. Compiled
-objects are kept for the next build, so a busy machine can run the parts one by one."""
+objects are kept for the next build, so the parts can run one by one."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ TESTS = {
 SANITIZERS = "-fsanitize=address,undefined"
 FLAGS = f"-g {SANITIZERS} -fno-sanitize-recover=all -fno-omit-frame-pointer"
 PARTS = ("build", "planted", *TESTS)
-PART_SECONDS = 4 * 3600  # by the clock, for a machine that gives an eighth of a core
-# Packs a matrix of twice the rows that its memory has, which must end the process.
+PART_SECONDS = 4 * 3600  # wall-clock limit, for a machine with an eighth of a core
+# A planted fault that must end the process: a matrix is packed with twice the rows of its memory.
 PLANTED = """
 import ctypes, torch
 from stratakv.kernels.cpu.library import Matrix, cpu_library
@@ -81,14 +81,14 @@ def environment(path: Path) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": str(path),
         "LD_PRELOAD": asan,
-        # Python and torch keep memory to the end, which is no leak.
+        # Leaks are not reported, because Python and torch keep memory until the process ends.
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
 
 
 def find_planted(path: Path) -> int:
-    """Return 0 if the sanitizer finds the planted fault, which shows that it works, otherwise 1."""
+    """Return 0 if the sanitizer works, that is, finds the planted fault, otherwise 1."""
     planted = subprocess.run(
         [sys.executable, "-P", "-c", PLANTED],
         cwd=path, check=False, timeout=PART_SECONDS, env=environment(path), capture_output=True,
@@ -103,7 +103,7 @@ def find_planted(path: Path) -> int:
 def test(path: Path, name: str, options: list[str]) -> int:
     """Run one test file; return pytest's exit status."""
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
-    # pytest runs in another folder, because `-m` puts the working folder on the path.
+    # pytest runs in another folder, because `python -m` adds the working folder to the path.
     command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
     command += [str(ROOT / "tests" / TESTS[name] / name), *options]
     return subprocess.run(

@@ -3,12 +3,13 @@
 
     .venv/bin/python tools/soak.py --seconds 3600
 
-First a server without tiers and without prefix caching answers 200 prompts; these are the right
-answers. Then the tool starts a cache server and `stratakv serve` with all tiers on the embedded
-model, in float64. Clients read streams, abort them, ask for schemas and chats, and send invalid
-requests; meanwhile the cache server is restarted several times. At the end the server is killed,
-started again on its SSD store, and asked for all 200 prompts twice. The tool prints JSON; its exit
-status is 1 if an answer was wrong, memory, threads or descriptors grew, or a tier gave no blocks.
+First a server without tiers and without prefix caching answers 200 prompts; all later answers are
+compared with these answers. Then the tool starts a cache server and `stratakv serve` with all tiers
+on the embedded model, in float64. Clients read streams, abort streams, request schemas and chats,
+and send invalid requests; meanwhile the cache server is restarted several times. At the end the
+server is killed and restarted with its SSD store, and answers all 200 prompts twice. The tool
+prints JSON; its exit status is 1 if an answer was wrong, memory, threads or descriptors grew, or a
+tier provided no blocks.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ NUM_CLIENTS = 4
 NUM_DOCUMENTS, NUM_PROMPTS, OUTPUT_TOKENS = 20, 200, 16
 START_SECONDS, ANSWER_SECONDS, END_SECONDS = 300.0, 120.0, 60.0
 SAMPLE_SECONDS = 5.0
-SETTLE_SECONDS = 600.0  # or a third of the whole time
-CACHE_SERVER_SECONDS = 300.0  # seconds between two restarts, or a fifth of the whole time
+SETTLE_SECONDS = 600.0  # or a third of the test, if that is shorter
+CACHE_SERVER_SECONDS = 300.0  # between two restarts, or a fifth of the test
 MOST_GROWTH = 1.05
-# Our name → the name in /proc/PID/smaps_rollup.
+# Name in the tool's JSON → name in /proc/PID/smaps_rollup.
 OF_BYTES = {"anonymous_bytes": "Pss_Anon", "file_bytes": "Pss_File", "shared_bytes": "Pss_Shmem"}
-# Growth that is allowed beside MOST_GROWTH: idle processes, with a thread and two descriptors each.
+# Growth that is allowed besides MOST_GROWTH: two idle processes with threads and descriptors.
 MOST_IDLE = {"bytes": 0, "processes": 2, "threads": 2, "descriptors": 4}
 FREE = ["--no-enable-prefix-caching"]
 TIERS = ["--kv-offload-cpu-bytes", "64MiB", "--kv-offload-ssd-bytes", "1GiB", "--num-blocks", "500"]
@@ -54,7 +55,7 @@ WORDS = (
 
 
 def make_prompts(seed: int) -> list[str]:
-    """Prompts that begin like one of a few documents, up to a random word, and end differently."""
+    """Return prompts that have the first words of one of a few documents, and other last words."""
     rng = random.Random(seed)
     documents = [rng.choices(WORDS, k=400) for _ in range(NUM_DOCUMENTS)]
     prompts = []
@@ -66,10 +67,10 @@ def make_prompts(seed: int) -> list[str]:
 
 
 class Program:
-    """A command of stratakv, in a session of its own, with its output in a log file."""
+    """A process of a stratakv command, in its own session, with its output in a log file."""
 
     def __init__(self, stack: ExitStack, folder: Path, *words: str) -> None:
-        """Start the command; leaving `stack` kills it if it still runs."""
+        """Start the command; the end of `stack` kills the process if it still runs."""
         self.log = folder / f"{words[0]}-{time.monotonic_ns()}.log"
         command = [sys.executable, "-P", "-m", "stratakv.engine.cli.main", *words]
         with self.log.open("wb") as sink:
@@ -89,7 +90,7 @@ class Program:
         return found[1]
 
     def end(self, number: int = signal.SIGTERM) -> None:
-        """Send a signal and wait for the end; SIGKILL goes to all processes of the session."""
+        """Send a signal and wait for the end; SIGKILL is sent to all processes of the session."""
         if number == signal.SIGKILL:
             self._kill()
         else:
@@ -125,14 +126,14 @@ class Served(Program):
             connection.close()
 
     def complete(self, prompt: str) -> dict[str, Any]:
-        """The text and the usage of a greedy completion."""
+        """Return the text and the usage of a greedy completion."""
         status, answer = self.ask("/v1/completions", greedy(prompt))
         if status != 200:
             raise RuntimeError(f"{status}: {answer}")
         return {"text": answer["choices"][0]["text"], "usage": answer["usage"]}
 
     def stream(self, prompt: str, most_events: int | None = None) -> str:
-        """The text of a stream; with `most_events` the client leaves after that many events."""
+        """Return the text of a stream; the client disconnects after `most_events` events."""
         connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_SECONDS)
         try:
             self._send(connection, "/v1/completions", {**greedy(prompt), "stream": True})
@@ -148,8 +149,8 @@ class Served(Program):
             connection.close()
 
     def sizes(self) -> dict[str, int]:
-        """Resource totals of the server and its descendants: bytes of memory (a shared page counts
-        in part for each process), also by kind, and descriptors, threads and processes."""
+        """Return resource totals of the server and its descendants: bytes of memory, also by kind
+        (each process counts its share of a shared page), and descriptors, threads and processes."""
         found = Counter[str]()
         left = [self.process.pid]
         while left:
@@ -182,7 +183,7 @@ def greedy(prompt: str) -> dict[str, Any]:
 
 
 class Traffic:
-    """Clients that send requests until `end`, with the counts and faults of their answers."""
+    """Clients that send requests until `end`, and the counts and faults of the answers."""
 
     def __init__(self, served: Served, prompts: list[str], answers: list[str], end: float) -> None:
         self.served, self.prompts, self.answers, self.end = served, prompts, answers, end
@@ -215,8 +216,7 @@ class Traffic:
                 self.faults.append(f"{kind}, prompt {place}: {fault}"[:500])
 
     def _ask(self, kind: str, place: int, rng: random.Random) -> str:
-        """Send a request of one kind; return the fault of its answer, empty if the answer is
-        right."""
+        """Send a request of one kind; return the fault of the answer, or "" for a right answer."""
         served, prompt, right = self.served, self.prompts[place], self.answers[place]
         if kind in ("whole", "stream"):
             text = served.complete(prompt)["text"] if kind == "whole" else served.stream(prompt)
@@ -275,7 +275,7 @@ def soak(stack: ExitStack, folder: Path, seconds: float) -> dict[str, Any]:
         time.sleep(SAMPLE_SECONDS)
         if time.monotonic() > settled:
             samples.append(served.sizes())
-        # No restart in the last part, so that the cache server has blocks to give.
+        # The cache server is not restarted at the end of the test, so that it has blocks to load.
         if restart_at < time.monotonic() < began + seconds - 2 * pause:
             cache_server.end()
             cache_server = Program(stack, folder, *cache_words)
@@ -287,7 +287,7 @@ def soak(stack: ExitStack, folder: Path, seconds: float) -> dict[str, Any]:
     again = Served(stack, folder, *words)
     tiers: Counter[str] = Counter()
     wrong = []
-    for _ in range(2):  # the second round reads from the faster tiers
+    for _ in range(2):  # the second round loads from faster tiers
         for place, prompt in enumerate(prompts):
             answer = again.complete(prompt)
             if answer["text"] != answers[place]:

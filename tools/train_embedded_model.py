@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the small Llama that ships in engine/models/embedded, on a CPU, in a fixed time.
 
-The learning rate follows the elapsed share of `--minutes`, so a slow machine trains on fewer tokens
-but still ends with a learning rate of zero. Most of the time goes to sequences of 512 tokens, the
-last part to sequences of 4,096. The result is a normal Hugging Face folder. The model card and the
+The learning rate depends on the elapsed share of `--minutes`, so a slow machine trains on fewer
+tokens but still ends with a learning rate of zero. Most of the time is for sequences of 512 tokens,
+the last part for sequences of 4,096. The result is a Hugging Face folder. The model card and the
 licence note are written by hand.
 
-The tool uses neither the engine nor a GPU. `--docs` names a folder of CPython's RST sources that is
-already on the disk."""
+The tool uses neither the engine nor a GPU. `--docs` names a local folder of CPython's RST
+sources."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from torch import Tensor
 
 SHORT, LONG = 512, 4096
 HELD_OUT_SHARE = 0.04
-# Tokens of one forward pass: few enough for the processor's caches.
+# Tokens of one forward pass, whose values fit into the processor's caches.
 PIECE_TOKENS = 2048
-# Seconds at the end that are reserved for the evaluation and the export.
+# Seconds of `--minutes` that are reserved for the evaluation and the export.
 RESERVE_S = 60.0
 STEPS_PER_LINE = 25
 BEGAN = time.monotonic()
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     out = Path(__file__).resolve().parent.parent / "engine" / "models" / "embedded"
     work = Path("embedded-work")
     p = argparse.ArgumentParser(
@@ -87,14 +87,14 @@ class Windows:
         self.epoch, self.starts = -1, torch.empty(0, dtype=torch.long)
 
     def next(self, count: int) -> tuple[Tensor, Tensor]:
-        """The next `count` windows, as inputs and targets."""
+        """Return the next `count` windows, as inputs and targets."""
         per_epoch = (len(self.stream) - 1 - self.length) // self.length
         rows = []
         for number in range(self.taken, self.taken + count):
             epoch, slot = divmod(number, per_epoch)
             if epoch != self.epoch:
                 g = torch.Generator().manual_seed(1000 * self.length + epoch)
-                # Each epoch shifts the windows, so the same text is cut at other places.
+                # Each epoch shifts the windows, so that windows begin at other tokens.
                 shift = int(torch.randint(self.length, (1,), generator=g))
                 self.starts = torch.randperm(per_epoch, generator=g) * self.length + shift
                 self.epoch = epoch
@@ -106,21 +106,19 @@ class Windows:
 
 
 def rate(progress: float) -> float:
-    """The factor of the learning rate at a share of the time: short warm-up, then linear to
-    zero."""
+    """Return the factor of the learning rate at a share of the time: warm-up, then linear to 0."""
     warm = 0.02
     return progress / warm if progress < warm else max(0.0, (1.0 - progress) / (1.0 - warm))
 
 
 def optimisers(model: Llama, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the blocks, since it learns more per token; AdamW for the
-    rest."""
+    """Return Muon, which learns more per token, for the layers' matrices; AdamW for the rest."""
     named = list(model.named_parameters())
     inner = [p for n, p in named if p.dim() == 2 and "embed" not in n]
     embedding = {"params": [p for n, p in named if "embed" in n], "weight_decay": 0.1}
     gains = {"params": [p for _, p in named if p.dim() == 1], "weight_decay": 0.0}
     adam = torch.optim.AdamW([embedding, gains], lr=lr, betas=(0.9, 0.95), eps=1e-10)
-    # This option scales the steps so that one learning rate suits both optimisers.
+    # The option `adjust_lr_fn` scales Muon's steps so that AdamW's learning rate suits Muon.
     muon = torch.optim.Muon(inner, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     return [adam, muon]
 
@@ -128,7 +126,7 @@ def optimisers(model: Llama, lr: float) -> list[torch.optim.Optimizer]:
 def save_checkpoint(
     path: Path, model: Llama, opts: list[torch.optim.Optimizer], state: dict[str, float]
 ) -> None:
-    """Write weights, optimiser state and counters into one safetensors file."""
+    """Write weights, optimiser state and counters to one safetensors file."""
     tensors = {f"model/{n}": p.detach().contiguous() for n, p in model.named_parameters()}
     for number, opt in enumerate(opts):
         for index, slots in opt.state_dict()["state"].items():
@@ -156,13 +154,13 @@ def load_checkpoint(
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write indented JSON into a file, which appears complete or not at all."""
+    """Write indented JSON to a file, which appears complete or not at all."""
     text = json.dumps(content, indent=2) + "\n"
     write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
 def export(out: Path, model: Llama, tokenizer: Tokenizer) -> None:
-    """Write the Hugging Face folder; each file appears complete, by a rename."""
+    """Write the Hugging Face folder; each file is complete when it appears."""
     eos = corpus.end_id(tokenizer)
     ids = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": eos}
     context = model.shape.max_position_embeddings
@@ -174,15 +172,14 @@ def export(out: Path, model: Llama, tokenizer: Tokenizer) -> None:
 
 
 def encode(tokenizer: Tokenizer, documents: list[corpus.Document]) -> Tensor:
-    """Encode all documents as one token stream, with the end token before and after each
-    document."""
+    """Return all documents as one token stream, each between two end tokens."""
     end = corpus.end_id(tokenizer)
     encoded = tokenizer.encode_batch([d.text for d in documents])
     return torch.tensor([end] + [i for e in encoded for i in (*e.ids, end)], dtype=torch.int32)
 
 
 def prepare(args: argparse.Namespace) -> tuple[Tokenizer, Tensor, Tensor, int]:
-    """The tokenizer, the training stream, the held-out stream and the held-out text's bytes."""
+    """Return the tokenizer, the training and held-out streams, and the held-out text's bytes."""
     train, held = corpus.gather(args.docs, HELD_OUT_SHARE)
     if not args.docs:
         print("No --docs folder: only the standard library's docstrings are used.", flush=True)
@@ -202,7 +199,7 @@ def prepare(args: argparse.Namespace) -> tuple[Tokenizer, Tensor, Tensor, int]:
 
 
 def gradients(model: Llama, loss_of: Callable[..., Tensor], windows: Windows, tokens: int) -> float:
-    """Add up the gradients of one batch, piece by piece, and clip them; return the mean loss."""
+    """Sum the gradients of one batch, piece by piece, and clip the sum; return the mean loss."""
     rows = max(1, PIECE_TOKENS // windows.length)
     pieces = tokens // (rows * windows.length)
     total = 0.0
@@ -217,7 +214,8 @@ def gradients(model: Llama, loss_of: Callable[..., Tensor], windows: Windows, to
 
 
 def compiled(model: Llama, args: argparse.Namespace) -> Callable[..., Tensor]:
-    """The model's forward pass, compiled if there is a C++ compiler (about half faster)."""
+    """Return the model's forward pass, compiled (about 1.5 times as fast) if a C++ compiler
+    exists."""
     if args.no_compile or not shutil.which(os.environ.get("CXX", "g++")):
         print("torch.compile is not used.", flush=True)
         return model
@@ -227,7 +225,7 @@ def compiled(model: Llama, args: argparse.Namespace) -> Callable[..., Tensor]:
 def train(
     args: argparse.Namespace, model: Llama, stream: Tensor, snapshot: Callable[[], None]
 ) -> dict[str, float]:
-    """Train until the clock has brought the learning rate to zero; return the counters."""
+    """Train until the time is over and the learning rate is zero; return the counters."""
     opts, path = optimisers(model, args.lr), args.work / "checkpoint.safetensors"
     state = dict.fromkeys(("tokens", "steps", "short", "long"), 0.0)
     state["elapsed"] = time.monotonic() - BEGAN
@@ -267,7 +265,7 @@ def train(
 def progress_line(
     state: dict[str, float], length: int, loss: float, speed: float, budget: float
 ) -> str:
-    """A line for the log: counters, loss, speed and the time left."""
+    """Return a line for the log: counters, loss, speed and the remaining time."""
     left = max(0.0, budget - state["elapsed"]) / 60
     return (
         f"step {state['steps']:.0f} length {length} loss {loss:.3f} "

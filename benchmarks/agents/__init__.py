@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench agents`: agents' jobs under scheduling policies, in virtual time."""
+"""`stratakv bench agents`: simulates agents' jobs in virtual time, under two policies."""

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench agents [TRACE ...]`: the policy `continuum` against `fcfs`, in equal memory.
+"""`stratakv bench agents [TRACE ...]`: compares the scheduling policies `continuum` and `fcfs`.
 
-Jobs of agents run in virtual time under both policies: made-up jobs whose tools take 0.2 to 2 s or
-5 to 60 s, and recorded sessions (TRACE, JSON Lines with session_id). Each runs with and without a
-CPU tier of four times the pool. Scheduler, cache manager and pins are the engine's own; no model is
-computed. The figures are three ratios, continuum over fcfs: tokens computed again (of those that
-the turn before had computed), tokens loaded again, and the 99th percentile of the time to the first
-token. The first two count the tokens of all runs together; the third is the median over the seeds.
+Jobs of agents run in virtual time under each policy, with equal memory: generated jobs whose tools
+take 0.2 to 2 s or 5 to 60 s, and recorded sessions (TRACE, JSON Lines with session_id). Each job
+runs with and without a CPU tier of four times the pool. Scheduler, cache manager and pins are the
+engine's own; no model is computed. The figures are three ratios, continuum over fcfs: tokens
+computed again although the previous turn had computed them, tokens loaded again, and the 99th
+percentile of the time to the first token. The ratios of tokens count the tokens of all runs
+together; the ratio of times is the median over the seeds.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Scale:
     seeds: int
     jobs: int
     pools: tuple[int, ...]
-    gated: int  # the pool size whose ratios go into the report
+    gated: int  # the pool size whose ratios are compared with the gates
 
 
 FULL = Scale(9, 60, (2000, GATED_BLOCKS, 3000), GATED_BLOCKS)
@@ -54,7 +55,7 @@ QUICK = Scale(2, 12, (600,), 600)
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Jobs, and the engine's pool and tier for them."""
+    """Jobs of agents, and the sizes of the engine's pool and tier."""
 
     name: str
     has_long_tools: bool
@@ -71,7 +72,7 @@ class Scene:
 
 
 def compare(runs: Sequence[Sequence[Job]], scene: Scene) -> dict[str, Any]:
-    """Figures of both policies on the same jobs: token sums, times of each run, and ratios."""
+    """Return each policy's figures on the same jobs: token sums, times of each run, and ratios."""
     found: list[list[Outcome]] = []
     for jobs in runs:
         simulations = [

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine's scheduler, cache manager and policy under agents' jobs, in virtual time.
+"""A simulation of agents' jobs in virtual time, with an engine's scheduler and cache manager.
 
 Scheduler, cache manager, policies and pins are the engine's own. No model is computed: a step takes
-a fixed time and a fixed time for each token, and the job says how long each answer is. The CPU tier
-is a list of block keys, of which the oldest is evicted first. One link copies its blocks at a fixed
-rate."""
+a fixed time and a fixed time for each token, and the job defines the length of each answer. The CPU
+tier is a list of block keys, of which the oldest is evicted first. One link copies the tier's
+blocks at a fixed rate."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ from ..harness.comparison import WrongWork
 from ..trace.formats import TraceError
 
 BLOCK_SIZE = 16
-# An 8B model in 16 bits on a current GPU: 2 MiB a block, 25 GB/s, 10,000 tokens/s of prefill.
+# A 16-bit model of 8B parameters on a GPU: 2 MiB per block, 25 GB/s, 10,000 tokens/s of prefill.
 STEP_SECONDS = 0.010
 TOKEN_SECONDS = 0.0001
 BLOCK_SECONDS = 2 * 2**20 / 25e9
 _TOKEN = 7
-SCALE = 512 // BLOCK_SIZE  # a recorded trace has blocks of 512 tokens
-MOST_TURNS = 40  # turns that are read of a recorded session, at most
+SCALE = 512 // BLOCK_SIZE  # blocks per block of a recorded trace, which has 512 tokens
+MOST_TURNS = 40  # the most turns that are read from a recorded session
 _GROUP = (0).to_bytes(2, "little")
 
 
 class Turn(NamedTuple):
-    """One request of a job: the length of its answer, and the seconds of the tool call after it.
-    The prompt is `prompt` if a trace records it, and otherwise the text so far and `new_tokens`
-    random tokens."""
+    """One request of a job: the length of its answer, and the seconds of the tool call after the
+    answer. The prompt is `prompt` if a trace records the prompt, and otherwise the text so far and
+    `new_tokens` random tokens."""
 
     new_tokens: int
     output_tokens: int
@@ -71,7 +71,7 @@ class Turn(NamedTuple):
     prompt: Sequence[int] | None = None
 
     def prompt_behind(self, text: Sequence[int], rng: random.Random) -> np.ndarray[Any, Any]:
-        """The prompt's token ids: int32 `[num_tokens]`."""
+        """Return the prompt's token ids, int32 `[num_tokens]`, after the text so far, `text`."""
         if self.prompt is not None:
             return np.array(self.prompt, np.int32)
         new = [rng.randrange(1, 50_000) for _ in range(self.new_tokens)]
@@ -79,7 +79,7 @@ class Turn(NamedTuple):
 
 
 class Job(NamedTuple):
-    """The job of one agent: when it arrives, and its turns, which follow each other."""
+    """The job of one agent: its time of arrival, and its turns, one after the other."""
 
     job_id: str
     arrival_seconds: float
@@ -92,8 +92,8 @@ class Outcome:
     """The results of one run."""
 
     prompt_tokens: int = 0
-    recomputed_tokens: int = 0  # in whole blocks that the turn before had computed
-    reloaded_tokens: int = 0  # loaded from the tier
+    recomputed_tokens: int = 0  # in whole blocks that the previous turn had computed
+    reloaded_tokens: int = 0  # loaded from the tier again
     first_token_seconds: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -103,7 +103,7 @@ class Outcome:
 
 
 class Clock:
-    """A replacement of the module `time`; its time changes only when `now` is set."""
+    """A replacement of the module `time`, whose time is the attribute `now`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -113,7 +113,7 @@ class Clock:
 
 
 class ListedTier(KVConnectorScheduler, StoresAhead):
-    """A CPU tier without bytes: a list of block keys, and a link that makes one load at a time."""
+    """A CPU tier without bytes: a list of block keys, and a link that runs one load at a time."""
 
     def __init__(self, clock: Clock, num_blocks: int) -> None:
         self.stores_ahead = self
@@ -190,8 +190,8 @@ class ListedTier(KVConnectorScheduler, StoresAhead):
 
 
 def make_jobs(seed: int, count: int, tools: dict[str, tuple[float, float]]) -> list[Job]:
-    """Jobs that arrive at random times; two thirds of them begin with one of two shared prefixes.
-    `tools` gives the range of each tool's seconds."""
+    """Return jobs that arrive at random times; two thirds of the jobs begin with one of two shared
+    prefixes. `tools` has the range of each tool's seconds."""
     rng = random.Random(seed)
     prefixes = [[rng.randrange(1, 50_000) for _ in range(512)] for _ in range(2)]
     jobs, now = [], 0.0
@@ -208,22 +208,22 @@ def make_jobs(seed: int, count: int, tools: dict[str, tuple[float, float]]) -> l
 
 
 def longest_of(job: Job) -> int:
-    """The tokens of the job's longest request, with its answer."""
+    """Return the number of tokens of the job's longest request and its answer."""
     grown = len(job.prefix) + sum(turn.new_tokens + turn.output_tokens for turn in job.turns)
     return max(grown, *[len(t.prompt or ()) + t.output_tokens for t in job.turns])
 
 
 def num_shared(text: Sequence[int], prompt: np.ndarray[Any, Any]) -> int:
-    """The number of tokens at the start of `text` and `prompt` that are equal."""
+    """Return the number of equal tokens at the start of `text` and `prompt`."""
     count = min(len(text), len(prompt))
     differ = np.flatnonzero(np.asarray(text[:count], np.int32) != prompt[:count])
     return int(differ[0]) if len(differ) else count
 
 
 def read_jobs(path: Path) -> list[Job]:
-    """The sessions of a recorded trace (JSON Lines with `session_id`, `timestamp` in milliseconds,
-    `hash_ids` and `output_length`, plain or gzip). Each hash id becomes one block here. A tool call
-    takes the time between two requests of its session. Raises TraceError."""
+    """Return the sessions of a recorded trace (JSON Lines with `session_id`, `timestamp` in
+    milliseconds, `hash_ids` and `output_length`, plain or gzip). Each hash id becomes one block. A
+    tool call takes the time between two requests of its session. Raises TraceError."""
     sessions: dict[str, list[_Recorded]] = {}
     try:
         is_packed = path.name.endswith(".gz")
@@ -296,8 +296,8 @@ class Simulation:
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
-        """Run until the last job ends. Raises WrongWork if requests wait although nothing can
-        happen, or if blocks are still held at the end."""
+        """Run until the last job ends. Raises WrongWork if requests wait for an event that will
+        never occur, or if blocks are still in use at the end."""
         with self._patched():
             while self._events or self._scheduler.requests:
                 self._take_arrivals()
@@ -364,7 +364,7 @@ class Simulation:
     def _end(self, job: Job, index: int, request: Request) -> None:
         del self._turns[request.request_id]
         self._texts[job.job_id] = request.all_token_ids.tolist()
-        self._known[job.job_id] = request.num_tokens - 1  # the last token was not computed
+        self._known[job.job_id] = request.num_tokens - 1  # the last token is not computed
         if index + 1 < len(job.turns):
             turn = job.turns[index]
             self._scheduler.tool_called(request.job, turn.tool)

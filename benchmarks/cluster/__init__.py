@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench cluster`: prompts computed on one node and answered by another."""
+"""`stratakv bench cluster`: measures prompts that one node computes and another node answers."""

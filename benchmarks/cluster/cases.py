@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of `stratakv bench cluster`; `command.py` says what each figure counts.
+"""The cases of `stratakv bench cluster`; `command.py` defines the figures.
 
-A case raises WrongWork if blocks come from another place than the case requires, or if a prompt
-gets other tokens than before."""
+A case raises WrongWork if blocks do not come from the place that the case requires, or if two
+answers to a prompt differ."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from .nodes import (
 
 MIB = 2**20
 BLOCK_TOKENS = 16
-# A ticket may bring the first token; the second token needs the blocks of the prompt.
+# Two tokens, because a ticket may contain the first, but the second needs the prompt's blocks.
 OUTPUT_TOKENS = 2
-# A model with random weights, much KV and little to compute, so that its time on a link depends on
-# bytes alone.
+# A model with random weights, much KV and little computation, so that the time of a hand-over
+# through a link depends only on bytes.
 WIDE_MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096,
     "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 32,
@@ -61,15 +61,15 @@ class Scale:
     pairs: int
     prompt_tokens: int = 3600
     wide_tokens: int = 1536
-    chunk_tokens: int = 256  # tokens a step of the node that sends blocks chunk by chunk
+    chunk_tokens: int = 256  # tokens per step of the node that sends blocks chunk by chunk
     wire_bits: float = 2e9  # per second
     arrival_seconds: float = 12.0
     chats_per_second: float = 2.5
     longs_per_second: float = 0.8
-    chat_tokens: tuple[int, int] = (96, 64)  # of prompt and answer
+    chat_tokens: tuple[int, int] = (96, 64)  # tokens of prompt and answer
     long_answer_tokens: int = 8
-    step_tokens: int = 512  # the token limit of a step in `take_itl`
-    slab_mib: int = 256  # of each engine that hands over; the cache server has twice as much
+    step_tokens: int = 512  # the token limit per step in `take_itl`
+    slab_mib: int = 256  # of each prefill node; the cache server has twice as much
 
 
 FULL = Scale(pairs=9)
@@ -78,7 +78,7 @@ QUICK = Scale(pairs=1, prompt_tokens=1200, wide_tokens=640, arrival_seconds=2.0,
 
 @dataclass(slots=True)
 class Pairs:
-    """Seconds of both sides of a ratio, pair by pair, and other values by name."""
+    """The seconds of both sides of a ratio, one entry per pair, and other values by name."""
 
     ours: list[float] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
@@ -90,8 +90,7 @@ class Pairs:
             self.seen.setdefault(name, []).append(value)
 
     def take(self, count: int, ours: Callable[[int], float], other: Callable[[int], float]) -> None:
-        """Measure `count` pairs after one uncounted pair. The side that runs first changes with
-        each pair."""
+        """Measure `count` pairs after one uncounted pair. The side that runs first alternates."""
         for number in range(count + 1):
             turns = [(ours, self.ours), (other, self.others)]
             for run, taken in reversed(turns) if number % 2 else turns:
@@ -101,7 +100,8 @@ class Pairs:
 
 
 class Prompts:
-    """Random prompts by number, the same in every run, and the answer that each prompt must get."""
+    """Random prompts by number, equal in every run, and the first answer to each prompt, to which
+    all later answers must be equal."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
@@ -129,7 +129,7 @@ _INCOMPLETE = ("stratakv:handed_over_incomplete_total",)
 
 
 class Watch:
-    """The increases of some of a node's counters since this object was made."""
+    """The increases of some counters of a node since the creation of the Watch."""
 
     def __init__(self, node: Node, *figures: tuple[str, ...]) -> None:
         self._node, self._figures = node, figures
@@ -150,7 +150,7 @@ def _check_handed(moved: Sequence[float], prompts: int = 1) -> None:
 
 
 def _check_loaded(answer: StreamedAnswer, computed: float) -> None:
-    """Raises WrongWork if a decode node computed any token of the prompt."""
+    """Raise WrongWork if a decode node computed any token of the prompt."""
     if computed or answer.cached_tokens != answer.prompt_tokens:
         raise WrongWork(
             f"the decode node computed {computed:g} of {answer.prompt_tokens} tokens and found "
@@ -159,7 +159,7 @@ def _check_loaded(answer: StreamedAnswer, computed: float) -> None:
 
 
 class Wish(NamedTuple):
-    """A node to be started: its flags, its model, and the core to pin it to, if any."""
+    """A node to be started: flags, model, and the processor core to which it is pinned, if any."""
 
     words: Sequence[str]
     model: Path = EMBEDDED_MODEL
@@ -194,13 +194,13 @@ def hand_over(node: Node, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
 
 
 def second_token(answer: StreamedAnswer) -> float:
-    """Seconds to the second token. If the first event holds both tokens, seconds to that event."""
+    """Return the seconds to the second token, or to the first event if it has two tokens."""
     return answer.event_seconds[min(1, len(answer.event_seconds) - 1)]
 
 
 def take_handover(scale: Scale, scratch: Path, stack: ExitStack) -> Pairs:
-    """Measure, in pairs, a prompt that goes through router, prefill node, cache server and decode
-    node, and the same prompt on the decode node alone."""
+    """Measure pairs: a prompt through router, prefill node, cache server and decode node, and the
+    same prompt on the decode node alone."""
     cache = stack.enter_context(open_cache(2 * scale.slab_mib * MIB))
     flags = (*cache.flags(HOST, f"{scale.slab_mib}MiB"), "--num-blocks", "600", "--role")
     roles = (Wish((*flags, "prefill")), Wish((*flags, "decode")))
@@ -242,7 +242,7 @@ def take_handover(scale: Scale, scratch: Path, stack: ExitStack) -> Pairs:
 
 
 def take_wire(scale: Scale, scratch: Path, stack: ExitStack) -> Pairs:
-    """Measure, in pairs, bare bytes and a hand-over through the same link."""
+    """Measure pairs: a hand-over, and as many bare bytes, through the same link."""
     model = scratch / "wide"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(WIDE_MODEL))
@@ -280,8 +280,8 @@ def take_wire(scale: Scale, scratch: Path, stack: ExitStack) -> Pairs:
 
 
 def take_push(scale: Scale, scratch: Path, stack: ExitStack) -> Pairs:
-    """Measure, in pairs, a prompt computed in one step, which sends its blocks at the end, and the
-    same prompt in chunks."""
+    """Measure pairs: a prompt computed in one step, whose blocks are sent at the end, and the same
+    prompt computed and sent in chunks."""
     cache = stack.enter_context(open_cache(512 * MIB))
     link = stack.enter_context(Link(cache, scratch))
     flags = (*cache.flags(LINK_HOST, "256MiB"), "--role", "prefill", "--num-blocks", "600")
@@ -296,7 +296,7 @@ def take_push(scale: Scale, scratch: Path, stack: ExitStack) -> Pairs:
         node.settle()
         return seconds, watch.moved()[0]
 
-    # The first runs have no rate limit: they give the seconds of the prefill and the bytes.
+    # The first runs, without a rate limit, measure the seconds of the prefill and the bytes.
     free = [take(by_chunk, -number) for number in range(1, 4)]
     prefill_seconds, num_bytes = sorted(free)[1]
     link.set_rate(8 * num_bytes / prefill_seconds)
@@ -322,8 +322,8 @@ class Arrival(NamedTuple):
 
 
 def make_arrivals(scale: Scale, seed: int) -> list[Arrival]:
-    """Arrivals of short chats and of long prompts: two Poisson processes, each with one at
-    least."""
+    """Return arrivals of chats and of long prompts, two Poisson processes of at least one
+    arrival."""
     rng = random.Random(f"arrivals {seed}")
     chats = (scale.chats_per_second, *scale.chat_tokens)
     longs = (scale.longs_per_second, scale.prompt_tokens, scale.long_answer_tokens)
@@ -337,7 +337,8 @@ def make_arrivals(scale: Scale, seed: int) -> list[Arrival]:
 
 
 async def replay(port: int, arrivals: Sequence[Arrival]) -> list[StreamedAnswer]:
-    """Send all requests at their times; return the answers in that order. Raises RequestFailed."""
+    """Send all requests at their times of arrival; return the answers in the order of `arrivals`.
+    Raises RequestFailed."""
     loop = asyncio.get_running_loop()
     began = loop.time()
 
@@ -350,8 +351,8 @@ async def replay(port: int, arrivals: Sequence[Arrival]) -> list[StreamedAnswer]
 
 
 def take_itl(scale: Scale, scratch: Path, stack: ExitStack) -> Pairs:
-    """Measure, in pairs, the same arrivals at a prefill and a decode node, and at two nodes that
-    both prefill and decode."""
+    """Measure pairs: the same arrivals at a prefill and a decode node, and at two nodes that each
+    prefill and decode."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         raise ConfigError("inter-token times take two cores; leave itl out of --cases")

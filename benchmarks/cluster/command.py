@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench cluster`: prompts computed on one node and answered by another, on one machine.
+"""`stratakv bench cluster`: measures prompts that one node computes and another answers.
 
 handover_over_recompute   The time from the request at the router to the second token, less the
     router's seconds for the prefill node's acknowledged answer, divided by the decode node's time
-    to the first token of the same prompt with an empty cache. A ticket may bring the first token
+    to the first token of the same prompt with an empty cache. A ticket may contain the first token
     before any block arrives; the second token needs the blocks.
 whole_over_recompute      The same without subtracting the prefill node's seconds.
 handover_over_wire        The time of as many bare bytes as the prompt's blocks have, on one
     connection through a link, divided by the time from the request at the decode node to its second
-    token. The prefill node has answered before, and all blocks come through the same link.
+    token. The prefill node has already answered, and all blocks come through the same link.
 push_by_chunk             The time from the request at a prefill node to its acknowledged answer if
     the prompt is one step, which sends all blocks at the end, divided by that time in many steps.
-    The link's rate is such that the bytes take as long as the prefill.
+    The link's rate is set so that sending the bytes takes as long as the prefill.
 itl_p99_split_over_mixed  The 99th percentile of the seconds between events of all streams behind a
-    router: with a prefill and a decode node, divided by that of two nodes without tiers that do
-    both. Both get the same arrivals, a core for each node and as many tokens in a step.
+    router: with a prefill and a decode node, divided by that of two nodes without tiers that each
+    prefill and decode. The two clusters get the same arrivals, one core per node and the same token
+    limit per step.
 computed_once             Prompt tokens that both nodes computed, divided by the prompt's tokens."""
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ WHOLE, ONCE = "whole_over_recompute", "computed_once"
 
 
 class Case(NamedTuple):
-    """A ratio, the function that takes its pairs, and the names of both sides."""
+    """A ratio, the function that measures its pairs, and the names of the two sides."""
 
     ratio: str
     take: Callable[[Scale, Path, ExitStack], Pairs]
@@ -91,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(report: Report, scale: Scale, wanted: Sequence[str]) -> None:
-    """Take the chosen cases one after the other, each with processes of its own."""
+    """Measure the chosen cases one after the other, each with its own processes."""
     plan = asdict(scale) | {"load_average_before": os.getloadavg()}
     report.figures |= {"plan": plan, "pairs": {}, "spreads": {}}
     for case in map(CASES.__getitem__, wanted):
@@ -120,7 +121,7 @@ def add_pairs(report: Report, case: Case, pairs: Pairs) -> None:
 
 
 def print_cluster(report: Report) -> None:
-    """Print both sides, the ratio, its spread and its gate for each figure."""
+    """Print, for each figure, the values of the two sides, the ratio, its spread and its gate."""
     rows = []
     for name, ratio in report.ratios.items():
         taken = report.figures["pairs"].get(name, {})

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A link of a known rate between two processes of this machine: a TCP relay in its own process.
+"""A link of a known rate between two processes on one machine: a TCP relay in its own process.
 
-The relay listens at 127.0.0.2, at the same ports as the server at 127.0.0.1, so that ports which a
-server tells its clients lead through the link too. In each direction all connections share one
-token bucket. A further process is a source of bare bytes: their time through the link is the limit
-for all other traffic through it."""
+The relay listens at 127.0.0.2, at the same ports as the server at 127.0.0.1, so that connections to
+ports which a server reports to its clients also go through the link. In each direction all
+connections share one token bucket. Another process sends bare bytes, whose time through the link is
+the limit for all other traffic through the link."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from ..harness.served import HOST, free_ports
 LINK_HOST = "127.0.0.2"
 PIECE_BYTES = 64 * 1024
 _START_SECONDS = 30.0
-# Unused time up to this length is given back, so that a sleep that ends late costs nothing.
+# Unused time up to this length may be used later, so that a late wake-up does not lower the rate.
 _BURST_SECONDS = 0.004
 _COUNT_BYTES = 8
 _BITS = 8
 
 
 class Link:
-    """The relay to these ports and the byte source; a context manager. `bits_per_second` limits
-    each direction; 0 means no limit."""
+    """The relay to `ports` and the byte source; a context manager. `bits_per_second` limits each
+    direction; 0 means no limit."""
 
     def __init__(self, ports: Sequence[int], scratch: Path, bits_per_second: float = 0) -> None:
         [self._source_port] = free_ports(1)
@@ -55,13 +55,13 @@ class Link:
         self._stack.close()
 
     def set_rate(self, bits_per_second: float) -> None:
-        """Limit each direction to this rate after this call; 0 means no limit."""
+        """Limit each direction to `bits_per_second` from now on; 0 means no limit."""
         self.bits_per_second = bits_per_second
         self._relay.send({"bits_per_second": bits_per_second})
         self._relay.read(_START_SECONDS)
 
     def bare_seconds(self, num_bytes: int) -> float:
-        """The seconds that `num_bytes` take through the link on one connection, from the request to
+        """Return the seconds of `num_bytes` through the link on one connection, from the request to
         the last byte. Raises OSError."""
         memory = memoryview(bytearray(PIECE_BYTES))
         with socket.create_connection((LINK_HOST, self._source_port), _START_SECONDS) as sock:
@@ -77,15 +77,15 @@ class Link:
 
 
 class Bucket:
-    """The token bucket of one direction. A thread takes bytes from it before it sends them."""
+    """The token bucket of one direction. A thread takes bytes before it sends them."""
 
     def __init__(self) -> None:
         self.bytes_per_second = 0.0
         self._lock = threading.Lock()
-        self._free_at = 0.0  # monotonic time at which all bytes taken so far will have left
+        self._free_at = 0.0  # monotonic time at which all bytes taken so far are sent
 
     def take(self, num_bytes: int) -> None:
-        """Wait until the rate allows `num_bytes` more to leave."""
+        """Wait until the rate allows sending `num_bytes` more bytes."""
         with self._lock:
             if not self.bytes_per_second:
                 return
@@ -131,7 +131,7 @@ def _send_bytes(sock: socket.socket) -> None:
         left = int.from_bytes(sock.recv(_COUNT_BYTES, socket.MSG_WAITALL), "little")
         while left:
             left -= sock.send(noise[: min(left, PIECE_BYTES)])
-        sock.recv(1)  # waits until the other side has read everything
+        sock.recv(1)  # returns when the other side has read all bytes
 
 
 def _accept(listener: socket.socket, serve: Callable[..., None], *more: Any) -> None:
@@ -141,7 +141,7 @@ def _accept(listener: socket.socket, serve: Callable[..., None], *more: Any) -> 
 
 
 def main() -> int:
-    """Run the child process: listen, report that, and set rates until standard input ends."""
+    """Run the child process: listen, report readiness, and set rates until standard input ends."""
     tell = answerer()
     kind, *ports = sys.argv[1:]
     up, down = Bucket(), Bucket()

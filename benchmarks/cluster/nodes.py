@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a cluster on one machine: nodes, the router, and the cache server between them.
+"""The processes of a cluster on one machine: nodes, the router, and a cache server.
 
-Blocks go through TCP, as between machines: the cache server shares no memory with a node. Caches
-are never reset. Instead each request has a new cache salt, for which no cache holds blocks."""
+Blocks are sent by TCP, as between machines: the cache server shares no memory with a node. Caches
+are not reset, because each request has a new cache salt, for which no cache has blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..harness.served import HOST, Server, ServerFailed, cache_server, free_port
 
 COMPLETIONS = "/v1/completions"
 TICKETS = "kv_transfer_params"
-# Fields that make a node hand a prompt's blocks over to another node.
+# The request fields with which a node hands a prompt's blocks over to another node.
 HAND_OVER: dict[str, Any] = {TICKETS: {"do_remote_decode": True}}
 _SALTS = itertools.count()
 _REQUEST_SECONDS = 300.0
@@ -33,7 +33,7 @@ _SETTLE_SECONDS = 60.0
 
 
 class Node(Server):
-    """A `stratakv serve` or `stratakv route` process; the first of `words` says which."""
+    """A process of the command in the first of `words`, `stratakv serve` or `stratakv route`."""
 
     def __init__(self, words: Sequence[str], scratch: Path) -> None:
         [port] = free_ports(1)
@@ -42,25 +42,25 @@ class Node(Server):
         super().__init__(command, port, scratch / f"{words[0]}-{port}.log")
 
     def figure(self, name: str, *labels: str) -> float:
-        """The sum of one metric over the rows that have all these labels."""
+        """Return the sum of the metric `name` over the rows that have all `labels`."""
         text = self._exchange("GET", "/metrics").decode()
         rows = re.findall(rf"^{re.escape(name)}(\{{.*\}})? (\S+)$", text, re.MULTILINE)
         return sum(float(value) for shown, value in rows if all(each in shown for each in labels))
 
     def post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a completion that is not streamed. Raises ServerFailed."""
+        """Return the answer to a completion that is not streamed. Raises ServerFailed."""
         answer: dict[str, Any] = json.loads(self._exchange("POST", COMPLETIONS, body))
         return answer
 
     def stream(self, body: dict[str, Any]) -> StreamedAnswer:
-        """The answer to a streamed completion. Raises ServerFailed."""
+        """Return the answer to a streamed completion. Raises ServerFailed."""
         try:
             return asyncio.run(ask(HOST, self.port, COMPLETIONS, body, _REQUEST_SECONDS))
         except RequestFailed as error:
             raise ServerFailed(f"{error}\n{self._tail()}") from error
 
     def settle(self) -> None:
-        """Wait until no block is on its way to or from the node's tiers. Raises ServerFailed."""
+        """Wait until the node loads and stores no blocks. Raises ServerFailed."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         before = None
         while (now := self._traffic()) != before or any(now[:2]):
@@ -95,8 +95,8 @@ class Cache(NamedTuple):
     data_port: int
 
     def flags(self, host: str, slab: str) -> list[str]:
-        """Flags of a node that reaches the cache server at `host`. The node loads all blocks that
-        are handed over, because the benchmark measures whether that is quicker than computing them.
+        """Return the flags of a node that reaches the cache server at `host`. The node loads all
+        handed-over blocks, because the benchmark measures whether loading is faster than computing.
         """
         tiers = ["--kv-offload", f"cpu,grpc://{host}:{self.port}", "--kv-offload-cpu-bytes", slab]
         return [*tiers, "--kv-offload-load", "always"]
@@ -112,7 +112,7 @@ def open_cache(cpu_bytes: int) -> Iterator[Cache]:
 
 
 def open_router(prefill: Sequence[Node], decode: Sequence[Node], scratch: Path) -> Node:
-    """Start `stratakv route` in front of these nodes."""
+    """Start `stratakv route` as proxy of `prefill` and `decode` nodes."""
     words = ["route"]
     for role, nodes in (("--prefill", prefill), ("--decode", decode)):
         words += [word for node in nodes for word in (role, f"http://{HOST}:{node.port}")]
@@ -120,14 +120,14 @@ def open_router(prefill: Sequence[Node], decode: Sequence[Node], scratch: Path) 
 
 
 def body_of(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
-    """The body of a request whose new cache salt makes sure that no cache holds its blocks."""
+    """Return the body of a request with a new cache salt, so that no cache has its blocks."""
     fields = {"prompt": list(prompt), "max_tokens": max_tokens, "return_token_ids": True}
     return fields | GREEDY | {"cache_salt": f"bench-{os.getpid()}-{next(_SALTS)}"}
 
 
 @contextmanager
 def pinned(core: int | None) -> Iterator[None]:
-    """Pin processes that are started inside this context to `core`; None changes nothing."""
+    """Pin processes that start inside the context to `core`; None pins nothing."""
     before = os.sched_getaffinity(0)
     if core is not None:
         os.sched_setaffinity(0, {core})

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench core`: how fast the engine hashes blocks, allocates them and schedules steps.
+"""`stratakv bench core`: the speed of hashing blocks, allocating blocks and scheduling steps.
 
-No model is computed. The real block hasher, cache manager and scheduler run, and the worker's
-answers are made up; or the whole engine runs beside a simulated device that only takes time
-(`device.py`). All figures are measured alternately, once a round, so that other work of the machine
-affects them alike. Each figure is the median of its rounds, and a ratio is the median of the ratios
-within a round. Token ids are int32."""
+No model is computed. The real block hasher, cache manager and scheduler run with generated answers
+of a worker, or the whole engine runs with a simulated device (`device.py`). All figures are
+measured once per round, in alternation, so that other work of the machine affects all figures
+equally. Each figure is the median of its rounds, and a ratio is the median of the ratios within a
+round. Token ids are int32."""
 
 import argparse
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of `stratakv bench core`: the real block hasher, cache manager and scheduler run, with
-a worker's answers made up. This module does no timing."""
+"""The cases of `stratakv bench core`: the real block hasher, cache manager and scheduler run with
+generated answers of a worker. The module measures no times."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VOCABULARY = 128_000
 NUM_RUNNING = 256
 NUM_WAITING = 4096
 DECODE_PROMPT_TOKENS = 512
-# Requests of the cycles: so many that the pool evicts a request's blocks before it comes again.
+# The number of requests in a cycle: the pool evicts a request's blocks before its next turn.
 REQUESTS = 24
 POOL_REQUESTS = 8
 SEED = 11
@@ -44,12 +44,12 @@ ROOT = Identity("benchmark", "", "bfloat16", "bfloat16", BLOCK_SIZE).root()
 
 
 class WrongWork(RuntimeError):
-    """Measured work had a wrong result, so its time means nothing."""
+    """Measured work had a wrong result, so the measured time is meaningless."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The work of a figure: `work` does `count` units after `prepare`, which is not timed."""
+    """The work of a figure: `work` processes `count` units after `prepare`, which is not timed."""
 
     name: str
     unit: str
@@ -59,13 +59,13 @@ class Case:
 
 
 def hash_cases(num_tokens: int) -> list[Case]:
-    """Cases that hash the same tokens in each form, and SHA-256 alone as the limit."""
+    """Return cases that hash the same tokens by each method, and the limit, SHA-256 alone."""
     tokens = _tokens(np.random.default_rng(SEED), num_tokens)
     request = Request("hash", tokens, SamplingParams(max_tokens=1))
     ids: list[int] = tokens.tolist()
     count = num_tokens // BLOCK_SIZE
-    # The bytes of all blocks and their parents, `times` over: a shorter run would share its
-    # processor with other programs less often than the other cases do.
+    # The bytes of all blocks and their parents, repeated `times` times, so that the case takes as
+    # long as the others and is interrupted by other programs as often.
     times = 8
     raw = times * (request.all_token_ids.tobytes() + bytes(count * DIGEST_BYTES))
 
@@ -96,9 +96,9 @@ def cycle_case(
     attention: Sequence[LayerAttention] = ONE_GROUP,
     num_tokens: int = PROMPT_TOKENS,
 ) -> Case:
-    """Look up, allocate and free a request whose first half is cached, again and again. Each second
-    half takes blocks that an older request left, so that block hashes are dropped and given all the
-    time."""
+    """Return a case that looks up, allocates and frees requests whose first half is cached. The
+    second half of a request takes blocks of an older request, so a cycle removes and adds block
+    hashes."""
     rng = np.random.default_rng(SEED)
     half = num_tokens // 2
     prefix = _tokens(rng, half)
@@ -118,7 +118,7 @@ def cycle_case(
 
 
 def evicting_case(count: int) -> Case:
-    """A cycle with nothing cached and a full pool: each block that is taken evicts a cached
+    """Return a case of cycles with uncached requests and a full pool: each block evicts a cached
     block."""
     rng = np.random.default_rng(SEED)
     requests = cycle([prompt(f"r{i}", _tokens(rng, PROMPT_TOKENS)) for i in range(REQUESTS)])
@@ -138,7 +138,7 @@ def evicting_case(count: int) -> Case:
 
 
 def look_up_cases(count: int) -> list[Case]:
-    """Look-ups of 4,096 cached tokens, and of 4,096 tokens that are not cached."""
+    """Return the cases of look-ups of 4,096 cached tokens, and of 4,096 uncached tokens."""
     rng = np.random.default_rng(SEED)
     manager = _manager(2 * PROMPT_BLOCKS)
     known = prompt("known", _tokens(rng, PROMPT_TOKENS))
@@ -154,7 +154,7 @@ def look_up_cases(count: int) -> list[Case]:
 
         return work
 
-    # The last block is never a hit: the logits need the last token to be computed.
+    # The last block is never a hit, because the logits need the computation of the last token.
     return [
         Case("look_up_hit", "look-ups/s", count, looking(known, PROMPT_TOKENS - BLOCK_SIZE)),
         Case("look_up_miss", "look-ups/s", count, looking(unknown, 0)),
@@ -169,8 +169,8 @@ def step_case(
     *,
     attention: Sequence[LayerAttention] = ONE_GROUP,
 ) -> Case:
-    """Steps of 256 requests that each get one token, while `waiting` other requests wait. A request
-    ends after `max_steps` steps, counted over all calls."""
+    """Return a case of steps of 256 requests that each get one token, while `waiting` other
+    requests wait. A request ends after `max_steps` steps, counted over all calls."""
     decodes = Decodes(waiting, max_steps, attention=attention)
 
     def work() -> None:
@@ -181,13 +181,12 @@ def step_case(
 
 
 def decode_lengths() -> list[int]:
-    """Different lengths of the prompts, so that each step has equally many requests that begin a
-    block."""
+    """Return lengths of prompts, with which the same number of requests begins a block per step."""
     return [DECODE_PROMPT_TOKENS + i % BLOCK_SIZE for i in range(NUM_RUNNING)]
 
 
 class Decodes:
-    """A scheduler with NUM_RUNNING running requests, its maximum, whose prompts are computed."""
+    """A scheduler with NUM_RUNNING running requests, the maximum, whose prompts are computed."""
 
     def __init__(
         self,
@@ -197,7 +196,7 @@ class Decodes:
         attention: Sequence[LayerAttention] = ONE_GROUP,
     ) -> None:
         lengths = decode_lengths()
-        # The step of the prompts gives a token too, and no request may end.
+        # More tokens than steps, because the step of the prompts yields a token too.
         max_tokens = max_steps + 2
         longest = max(lengths) + max_tokens
         manager = KVCacheManager(
@@ -223,7 +222,7 @@ class Decodes:
         self.step(sum(lengths[:NUM_RUNNING]))
 
     def step(self, num_tokens: int = NUM_RUNNING) -> None:
-        """Run `schedule` and the update from a worker's made-up answer. Raises WrongWork."""
+        """Run `schedule`, and update the scheduler from a generated answer. Raises WrongWork."""
         scheduled = self.scheduler.schedule()
         outputs = self.scheduler.update_from_output(scheduled, self._sampled)
         done = (scheduled.total_num_scheduled_tokens, len(outputs), self.scheduler.num_running)
@@ -256,8 +255,7 @@ def _tokens(rng: np.random.Generator, count: int) -> TokenArray:
 
 
 def _manager(num_blocks: int, attention: Sequence[LayerAttention] = ONE_GROUP) -> KVCacheManager:
-    """A manager with `num_blocks` blocks for each group, so that all groups evict equally old
-    blocks."""
+    """Return a manager with `num_blocks` blocks per group: all groups evict equally old blocks."""
     return KVCacheManager(
         num_blocks * len(attention) + 1,
         BLOCK_SIZE,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `stratakv bench core`; the package's docstring describes the measurements."""
+"""The command `stratakv bench core`; the package's docstring describes the measurements."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from .vllm_cases import PEERS, Seconds, VllmPeer, add_peers, interpreter, print_
 
 
 def device_cases(engines: Mapping[str, DeviceSteps]) -> list[Case]:
-    """Whole engine steps, a case for each engine."""
+    """Return cases of whole engine steps, one for each engine."""
 
     def stepping(engine: DeviceSteps, count: int) -> Callable[[], None]:
         def work() -> None:
@@ -64,7 +64,7 @@ def device_cases(engines: Mapping[str, DeviceSteps]) -> list[Case]:
 
         return work
 
-    # The device is idle while other cases run, so `prepare` fills its queue again.
+    # The simulated device is idle during other cases, so `prepare` refills its queue.
     return [
         Case(f"device_steps_{name}", "steps/s", _DEVICE_STEPS,
              stepping(engine, _DEVICE_STEPS), stepping(engine, _FILLING_STEPS))
@@ -97,14 +97,14 @@ RATIOS: Mapping[str, tuple[str, str]] = {
     "hash_over_sha256_alone": ("hash", "sha256_alone"),
     "steps_with_waiting_over_without": ("steps_with_waiting", "steps"),
 }
-# comparison → the case with two groups, the case with one; both in processor seconds
+# comparison → the case with two groups, the case with one group, in processor seconds
 TWO_OVER_ONE: Mapping[str, tuple[str, str]] = {
     "steps": ("steps_two_groups", "steps"),
     "steps_full_and_window": ("steps_full_and_window", "steps"),
     "cycles_equal_bytes": ("cycles_two_groups", "cycles_half_cached"),
     "cycles_equal_blocks": ("cycles_two_groups_half", "cycles_half_cached"),
 }
-TWO_GROUPS_OVER_ONE = "two_groups_over_one"  # the largest of these ratios
+TWO_GROUPS_OVER_ONE = "two_groups_over_one"  # the largest ratio of TWO_OVER_ONE
 # ratio → the case whose step is compared with the device's time
 STEP_OVER_DEVICE: Mapping[str, str] = {
     "sync_step_over_device": "device_steps_sync",
@@ -124,11 +124,11 @@ class Rounds:
     """Seconds of one case in each round."""
 
     wall_seconds: list[float] = field(default_factory=list)
-    busy_seconds: list[float] = field(default_factory=list)  # processor seconds of the thread
+    busy_seconds: list[float] = field(default_factory=list)  # of the thread's processor time
 
 
 def fill_report(report: Report, cases: Sequence[Case], rounds: Sequence[Rounds]) -> None:
-    """Compute figures, limits and ratios from the seconds."""
+    """Compute figures, limits and ratios from the seconds, and add them to the report."""
     rates = {
         case.name: [case.count / seconds for seconds in taken.wall_seconds]
         for case, taken in zip(cases, rounds, strict=True)
@@ -165,7 +165,7 @@ def _figures(case: Case, taken: Rounds) -> dict[str, Any]:
         "median": case.count / median(taken.wall_seconds),
         "lowest": case.count / max(taken.wall_seconds),
         "highest": case.count / min(taken.wall_seconds),
-        # Below 1 other programs used the processor meanwhile, which lowers the rate.
+        # A share below 1 means that other programs used the processor, which lowers the rate.
         "processor_share": busy,
     }
 
@@ -211,9 +211,9 @@ def plot_core(report: Report, path: Path) -> Path:
 
 HASHED_TOKENS = 2**18
 MAX_REPEATS = 1000
-# Units in one timing of each case: they take some tens of milliseconds.
+# Units in one timing of each case, which takes some tens of milliseconds.
 _CYCLES, _EVICTING, _LOOK_UPS, _STEPS, _DEVICE_STEPS, _FILLING_STEPS = 400, 200, 1000, 50, 20, 2
-_TRACED_STEPS = 100  # of a turn: long enough that its records are made and written meanwhile
+_TRACED_STEPS = 100  # steps of a turn, during which records are made and written
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -230,8 +230,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(report: Report, repeats: int, python: str | None = None) -> None:
-    """Measure all cases and fill the report; with `python` also vLLM's core. Raises WrongWork if a
-    piece of work gave a wrong result, and PeerFailed."""
+    """Measure all cases, and with `python` also vLLM's core, and fill the report. Raises WrongWork
+    if a case has a wrong result, and PeerFailed."""
     with ExitStack() as stack:
         peer = None
         if python is not None:
@@ -244,7 +244,7 @@ def measure(report: Report, repeats: int, python: str | None = None) -> None:
         traced = stack.enter_context(traced_steps((trace_rounds + 1) * TURNS * _TRACED_STEPS))
         if peer is not None:
             cases = with_peers(cases, peer)
-        # The engine does this before its first step: the collector then skips all older objects.
+        # As before the engine's first step, so that the collector skips all older objects.
         gc.collect()
         gc.freeze()
         try:
@@ -257,7 +257,7 @@ def measure(report: Report, repeats: int, python: str | None = None) -> None:
 
 
 def peer_plan(repeats: int) -> dict[str, Any]:
-    """The sizes of our cases, by which the peer does the same work."""
+    """Return the sizes of StrataKV's cases, with which the peer does the same work."""
     lengths = decode_lengths()
     return {
         "seed": SEED, "vocabulary": VOCABULARY, "token": TOKEN, "block_size": BLOCK_SIZE,
@@ -268,7 +268,7 @@ def peer_plan(repeats: int) -> dict[str, Any]:
 
 
 def with_peers(cases: Sequence[Case], peer: VllmPeer) -> list[Case]:
-    """All cases, with each of the peer's cases right after ours."""
+    """Return all cases, each peer's case directly after the StrataKV case."""
     theirs = {
         ours: Case(name, case.unit, case.count, partial(peer.take, name, case.count))
         for case in cases
@@ -279,7 +279,7 @@ def with_peers(cases: Sequence[Case], peer: VllmPeer) -> list[Case]:
 
 
 def make_cases(repeats: int) -> list[Case]:
-    """The cases to measure. A case may be called once to warm up and `repeats` times after that."""
+    """Return the cases to measure. A case may be called `repeats` times after a warm-up."""
     steps = (repeats + 1) * _STEPS
     return [
         *hash_cases(HASHED_TOKENS),
@@ -296,7 +296,7 @@ def make_cases(repeats: int) -> list[Case]:
 
 
 def take_rounds(cases: Sequence[Case], repeats: int) -> list[Rounds]:
-    """Wall-clock and processor seconds of each case in each round. The cases run in turn."""
+    """Return the wall-clock and processor seconds of each case in each round; cases run in turn."""
     rounds = [Rounds() for _ in cases]
     for case in cases:
         case.work()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole engine steps of 256 decodes beside a simulated device that takes 10 ms for each.
+"""Whole engine steps of 256 decodes with a simulated device that takes 10 ms per step.
 
 Scheduler, batch, the step's inputs, sampler and outputs are the engine's own; only the model's
 arithmetic and its time are simulated. The device runs one step after the other. A step ends 10 ms
-after its launch or, if the device was busy, after the step before it, and its tokens cannot be read
-earlier. A step's time beyond these 10 ms is what the host adds."""
+after its launch or, if the device was busy, 10 ms after the end of the previous step; its tokens
+cannot be read earlier. The time of a step beyond 10 ms is the time that the host adds."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _MODEL: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
-# A sleep may end this much too late, so a busy loop waits for the rest.
+# A sleep may end so many seconds late, so a busy loop waits for the end of a step.
 _TIMER_SECONDS = 0.0005
 
 
 class ClockedExecutor(InProcessExecutor):
-    """An executor whose model computes nothing; each step of its device takes a fixed time."""
+    """An executor with a simulated device, which computes nothing and has a fixed time per step."""
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner)
@@ -75,7 +75,7 @@ class ClockedExecutor(InProcessExecutor):
 
 
 class DeviceSteps:
-    """An engine whose prompts are computed, and whose requests outlast `max_steps` steps."""
+    """An engine with computed prompts, whose requests need more than `max_steps` steps."""
 
     def __init__(self, model: Path, max_steps: int, *, is_async: bool) -> None:
         max_tokens = max_steps + 4
@@ -102,13 +102,14 @@ class DeviceSteps:
         self.core.step()
 
     def step(self) -> int:
-        """Run one step; return the number of tokens that it gave."""
+        """Run one step; return the number of its new tokens."""
         return sum(len(output.new_token_ids) for output in self.core.step())
 
 
 @contextmanager
 def device_engines(max_steps: int) -> Iterator[dict[str, DeviceSteps]]:
-    """Two engines: `sync` makes a step after the step before it, `async` while that one runs."""
+    """Yield two engines: `sync` prepares a step after the end of the previous step, `async` during
+    the previous step."""
     with TemporaryDirectory(prefix="stratakv-bench-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
         engines = {

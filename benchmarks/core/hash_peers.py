@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block hashing over Python lists of token ids, to compare with.
+"""Block hashing over Python lists of token ids, for comparison.
 
-The form is vLLM's default: each block's hash is SHA-256 over the pickle of (parent, ids, extras).
-Pickles are only written here and never read."""
+The method is vLLM's default: each block's hash is SHA-256 over the pickle of (parent, ids, extras).
+The module only writes pickles and reads none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 
 def pickle_sha256_chain(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """The digests of the full blocks in `token_ids`, each the parent of the next."""
+    """Return the digests of the full blocks in `token_ids`, each the parent of the next."""
     digests = []
     for start in range(0, len(token_ids) - block_size + 1, block_size):
         block = (parent, tuple(token_ids[start : start + block_size]), None)

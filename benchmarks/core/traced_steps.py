@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of a step trace for steps of 256 decodes: the same scheduler with the trace and without,
-in turns.
+"""The cost of a step trace for steps of 256 decodes, with and without the trace in turns.
 
     round     without   with ──── until all is written    without
 
-A round's ratio is the time of the turn with the trace over the mean of the two turns beside it, so
-a machine that slows down affects both alike. The second turn without the trace over the first shows
-the noise: smaller differences mean nothing. The two figures are the processor seconds of the whole
-process, whose writer thread makes and writes the records, and of the thread that makes the steps.
+A round's ratio is the time of the turn with the trace over the mean of the two turns without it, so
+a machine that slows down does not change the ratio. The ratio of the two turns without the trace
+shows the noise, below which differences are meaningless. The two figures are the processor seconds
+of the whole process, whose writer thread makes and writes the records, and of the thread of the
+steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .cases import Decodes, WrongWork
 
 LEAST_ROUNDS = 9
 TURNS = 3  # turns of a round
-WRITTEN_SECONDS = 60.0  # limit for writing what a turn has left in the queue
+WRITTEN_SECONDS = 60.0  # limit for writing the records in the queue
 TRACED, TRACED_THREAD, FLOOR = (
     "steps_traced_over_untraced", "steps_traced_over_untraced_thread", "steps_untraced_twice",
 )  # fmt: skip
@@ -42,7 +42,7 @@ class Spent(NamedTuple):
     """Processor seconds of a turn."""
 
     process: float
-    thread: float  # of the thread that makes the steps
+    thread: float  # of the thread that runs the steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class TraceRound:
 
 
 class TracedSteps:
-    """Decodes that a step trace records in some turns; they end after `max_steps` steps in all."""
+    """Decodes of at most `max_steps` steps, which a step trace records in some turns."""
 
     def __init__(self, trace: StepTrace, max_steps: int) -> None:
         self._trace = trace
@@ -70,7 +70,7 @@ class TracedSteps:
         )
 
     def _turn(self, count: int, heard: GuardedObservers | None) -> Spent:
-        # All turns use one scheduler: another scheduler's memory would change a step by up to 5 %.
+        # All turns use one scheduler, because the times of two schedulers differ by up to 5 %.
         self._decodes.scheduler._observer = heard
         process, thread = time.process_time(), time.thread_time()
         for _ in range(count):
@@ -83,7 +83,7 @@ class TracedSteps:
 
 @contextmanager
 def traced_steps(max_steps: int) -> Iterator[TracedSteps]:
-    """Decodes, and a step trace that is written to a temporary file."""
+    """Yield decodes with a step trace that is written to a temporary file."""
     with TemporaryDirectory(prefix="stratakv-bench-") as folder:
         trace = StepTrace(Path(folder) / "trace.jsonl", SchedulerConfig(), NullConnector())
         try:
@@ -93,7 +93,7 @@ def traced_steps(max_steps: int) -> Iterator[TracedSteps]:
 
 
 def take_trace_rounds(steps: TracedSteps, rounds: int, count: int) -> list[TraceRound]:
-    """Take `rounds` rounds of `count` steps a turn, after one uncounted round."""
+    """Measure `rounds` rounds, with `count` steps per turn, after one uncounted round."""
     steps.take_round(count)
     return [steps.take_round(count) for _ in range(rounds)]
 
@@ -113,7 +113,7 @@ def add_trace_ratios(report: Report, rounds: Sequence[TraceRound]) -> None:
 
 
 def print_trace(report: Report) -> None:
-    """Print the ratios of the trace, and the gate of the first."""
+    """Print the ratios of the trace, and the gate of the process's ratio."""
     rows = []
     for name, (low, high) in report.figures["trace"]["quartiles"].items():
         ratio = report.ratios[name]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our side of `vllm_peer.py`: runs the cases of vLLM's core in another interpreter, in turn with
-ours, and compares them."""
+"""The parent's side of `vllm_peer.py`: runs the cases of vLLM's core in another interpreter, in
+turn with StrataKV's cases, and compares the two."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ..harness.report import Report, median, print_table, ratios
 from . import vllm_peer
 
 FLAG = "--peer-python"
-# Importing vLLM and inspecting a model take most of a start.
+# The time limits of the start, mostly imports of vLLM, and of a case.
 START_SECONDS, CASE_SECONDS = 600.0, 300.0
 
 
 class Pair(NamedTuple):
-    """Our case, the title of the peer's case that is compared with it, and the aim of the ratio."""
+    """StrataKV's case, the title of the peer's case, and the aim of the ratio of the two."""
 
     ours: str
     title: str
     aim: Gate | None = None
 
 
-# The peer's ratio and its rate have the same name.
+# Name of the peer's ratio and rate → the pair.
 PEERS: Mapping[str, Pair] = {
     "peer_hash": Pair("hash", "  vLLM's, its default"),
     "peer_cycles": Pair("cycles_half_cached", "  vLLM's", Gate(least=3.5)),
@@ -40,14 +40,14 @@ PEERS: Mapping[str, Pair] = {
 
 
 class Seconds(NamedTuple):
-    """Seconds of a piece of work: wall-clock time, and its thread's processor time."""
+    """The seconds of some work: wall-clock time, and the thread's processor time."""
 
     wall: float
     busy: float
 
 
 def interpreter(given: str, flag: str = FLAG) -> str:
-    """The path of the interpreter that the flag names. Raises ConfigError."""
+    """Return the path of the interpreter that the flag names. Raises ConfigError."""
     found = shutil.which(Path(given).expanduser())
     if found is None:
         wanted = "the path of a Python interpreter that has vLLM"
@@ -86,7 +86,7 @@ class VllmPeer(Child):
             raise PeerFailed(f"{error}: {advice} a Python interpreter that has it") from error
 
     def take(self, case: str, count: int) -> Seconds:
-        """Let the child do `count` units of a case; return its seconds. Raises PeerFailed."""
+        """Let the child run `count` units of a case; return the seconds. Raises PeerFailed."""
         self.send({"case": case, "count": count})
         return Seconds(**self.read(CASE_SECONDS))
 
@@ -96,7 +96,7 @@ class VllmPeer(Child):
 
 
 def add_peers(report: Report, rates: Mapping[str, Sequence[float]]) -> None:
-    """Add our rates over those of the peer's measured cases, with quartiles."""
+    """Add the ratios of StrataKV's rates to the peer's rates, with quartiles."""
     for name, pair in PEERS.items():
         if name in rates:
             taken = ratios(rates[pair.ours], rates[name])

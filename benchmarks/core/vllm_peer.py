@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own hashing, cache manager and scheduler, doing the same work as our cases.
+"""vLLM's hashing, cache manager and scheduler, with the same work as StrataKV's cases.
 
-An interpreter that has vLLM runs this file without the package stratakv. The first line of its
-input is the plan; the answer is vLLM's version. Each further line names a case and how many units
-to do; the answer is their seconds. All lines are JSON. A line with `error` is the last."""
+A Python with vLLM and without StrataKV runs this file. The first line of the input is the plan; the
+answer is vLLM's version. Each further line names a case and a number of units; the answer is the
+seconds of these units. All lines are JSON. A line with `error` is the last line."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-# The newest version of vLLM with which all cases have run.
+# The newest version of vLLM with which all cases have been run.
 TRIED = "0.33"
-# Any model is fine: the scheduler reads only its length and that it is text only.
+# The model may be any text model: the scheduler reads only the model's length and modality.
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
     "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -31,17 +31,17 @@ Work = Callable[[int], None]
 
 
 class WrongWork(RuntimeError):
-    """Measured work had a wrong result, so its time means nothing."""
+    """Measured work had a wrong result, so the measured time is meaningless."""
 
 
 def fitting(make: Callable[..., Any], **given: Any) -> Any:
-    """Call `make` with those of the arguments that it has in this version of vLLM."""
+    """Call `make` with those arguments of `given` that `make` has in this version of vLLM."""
     known = inspect.signature(make).parameters
     return make(**{name: value for name, value in given.items() if name in known})
 
 
 class Bench:
-    """The cases by name, with sizes from the plan."""
+    """The cases of vLLM by name, with sizes from the plan."""
 
     def __init__(self, plan: Mapping[str, Any]) -> None:
         from vllm.config import CacheConfig
@@ -160,8 +160,7 @@ class Bench:
         return work
 
     def _scheduler(self, lengths: Sequence[int], max_tokens: int) -> Any:
-        """A scheduler that, like ours, makes one step after the other; all else has vLLM's
-        defaults."""
+        """Return a scheduler without asynchronous steps, with vLLM's other defaults."""
         from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
@@ -195,8 +194,8 @@ class Bench:
 
 
 def prepare(plan: Mapping[str, Any]) -> tuple[Bench, dict[str, Any]]:
-    """The bench, and vLLM's version and hash algorithm. Raises WrongWork if vLLM is missing or
-    cannot run the cases."""
+    """Return the bench, and vLLM's version and hash algorithm. Raises WrongWork if vLLM is missing
+    or cannot run the cases."""
     try:
         import vllm
     except Exception as error:  # a broken package may raise anything
@@ -208,19 +207,19 @@ def prepare(plan: Mapping[str, Any]) -> tuple[Bench, dict[str, Any]]:
             f"vLLM {vllm.__version__} lacks a package, or has other classes than vLLM {TRIED}, "
             f"with which this was tried ({brief(error)})"
         ) from error
-    # vLLM's engine does this before its first step, as our engine does.
+    # vLLM's engine also freezes older objects before its first step.
     gc.collect()
     gc.freeze()
     return bench, {"version": vllm.__version__, "algorithm": bench.algorithm}
 
 
 def brief(error: Exception) -> str:
-    """The type of an error and the first line of its message."""
+    """Return the type of an error and the first line of its message."""
     return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
 
 
 def take(bench: Bench, order: Mapping[str, Any]) -> dict[str, float]:
-    """Do the work that one line asks for; return its seconds."""
+    """Do the work that `order` requests; return the seconds."""
     work = bench.works[order["case"]]
     wall, busy = time.perf_counter(), time.thread_time()
     work(order["count"])
@@ -229,7 +228,7 @@ def take(bench: Bench, order: Mapping[str, Any]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Answer line by line until the input ends; what libraries print goes into the log."""
+    """Answer line by line until the input ends; the output of libraries goes to the log."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench gpu`: the limits of a GPU, and kernels, copies and steps compared with them.
+"""`stratakv bench gpu`: compares kernels, copies and engine steps with the limits of a GPU.
 
-The first section measures the device's limits. Others measure KV writes, decode and prefill
-attention, copies by every method, size and direction, and what copies cost a decode beside them.
-The last ones run the whole engine on a model of Llama-3.1-8B's shape: a step against its bound, and
-the first token from every tier. Every case is compared with a reference before it is timed. The
-JSON is written after every case; the table of targets comes last."""
+The first section measures the GPU's limits. Further sections measure KV writes, decode and prefill
+attention, copies by every method, size and direction, and the slowdown of decode by copies that run
+at the same time. The last sections run the whole engine on a model of Llama-3.1-8B's shape: the
+time of a step against its bound, and the time to the first token from every tier. Every case is
+compared with a reference before it is timed. The JSON is written after every case; the table of
+targets is printed last."""
 
 import argparse
 
-NAMES = (  # of the sections, as the command runs them
+NAMES = (  # the sections, in the order of a run
     "ceilings", "writes", "decode", "prefill", "prefill-library", "copies", "copy device",
     "interference", "engine-step", "engine-phases", "launch-sweep", "peers",
 )  # fmt: skip

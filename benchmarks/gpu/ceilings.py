@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device's limits: copies on it, copies to and from the CPU, and a matrix product.
+"""The section that measures the GPU's limits: copies within, to and from the GPU, and products.
 
-The other sections compare their figures with these limits, measured in the same run."""
+The figures of the other sections are compared with the limits of the same run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .section import Launch, Place, Results, Section, WrongResult, check_close, 
 
 NAME = "ceilings"
 SEED = 20260
-CHECKED_ROWS = 64  # of the matrix product
+CHECKED_ROWS = 64  # rows of the matrix product that are compared
 
 
 def run(place: Place, results: Results) -> None:
-    """Measure every limit; if the device has too little memory for one, leave a note."""
+    """Measure every limit; add a note for each limit that needs more memory than the GPU has."""
     for measure in (measure_device_copy, measure_pinned, measure_matmul):
         place.check_time()
         try:
@@ -39,7 +39,7 @@ def run(place: Place, results: Results) -> None:
 
 
 def measure_device_copy(place: Place, results: Results) -> None:
-    """Measure the bytes per second, read and written, of a copy on the device."""
+    """Measure the bytes per second, read and written, of a copy on the GPU."""
     size = place.choose(2 << 30, 1 << 30, 16 << 10)
     sources = [_random_bytes(place, size, number) for number in range(2)]
     targets = [torch.zeros_like(source) for source in sources]
@@ -51,8 +51,8 @@ def measure_device_copy(place: Place, results: Results) -> None:
 
 
 def measure_pinned(place: Place, results: Results) -> None:
-    """Measure copies to the host's page-locked memory, from it, and both at once, in pieces and
-    whole."""
+    """Measure copies to page-locked host memory, from page-locked host memory, and in the two
+    directions at the same time, in pieces and whole."""
     size = place.choose(1 << 30, 256 << 20, 16 << 10)
     pieces = place.choose((2 << 20, 32 << 20, size), (2 << 20, size), (4 << 10, size))
     lanes = make_lanes(place)
@@ -72,7 +72,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def _time_pinned(
     place: Place, lanes: Lanes, out: Pair, back: Pair, piece: int
 ) -> list[tuple[str, float, int]]:
-    """The name of each limit, its seconds and its bytes."""
+    """Return the name of each limit, its seconds and its bytes."""
     size = out[0].numel()
     out[1].add_(1)
     back[0].zero_()
@@ -95,8 +95,7 @@ def _time_pinned(
 
 
 def measure_matmul(place: Place, results: Results) -> None:
-    """Measure a bf16 product of random matrices, which need more power than zeros and so take
-    longer."""
+    """Measure a bf16 product of random matrices, which need more power and time than zeros."""
     size = place.choose(8192, 8192, 64)
     generator = torch.Generator(place.device).manual_seed(SEED)
     a, b = (
@@ -110,13 +109,13 @@ def measure_matmul(place: Place, results: Results) -> None:
     check_close(
         "a matrix product", c[:CHECKED_ROWS], expected, absolute=0.02 * size**0.5, relative=0.01
     )
-    # A product takes a millisecond, so the host stays ahead of the device without a graph.
+    # No CUDA graph is needed, because a product takes a millisecond, longer than a launch.
     seconds = time_launches(place, [launch], in_graph=False).median
     _set(results, "matmul_bf16_tflops", 2 * size**3 / seconds / 1e12, size=size)
 
 
 def _set(results: Results, name: str, value: float, **sizes: int) -> None:
-    """Add a row, and raise the limit if no other piece size has reached more."""
+    """Add a row, and set the limit to the highest value of all piece sizes."""
     results.add_row(NAME, {"case": name, "value": value, **sizes})
     results.set_ceiling(name, max(value, results.ceilings.get(name, 0.0)))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `stratakv bench gpu`; the package's docstring describes the measurements."""
+"""The command `stratakv bench gpu`; the package's docstring describes the measurements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SECTIONS: tuple[Section, ...] = (
     engine_step.SECTION,
     engine_phases.SECTION,
     launch_sweep.SECTION,
-    peers.SECTION,  # last: other projects' kernels may leave the device unusable
+    peers.SECTION,  # last, because other projects' kernels may leave the device unusable
 )
 _PACKAGES = ("torch", "triton", "fa3-fwd", "flash-attn-3", "vllm", "flashinfer-python")
 
@@ -68,18 +68,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def choose_sections(wanted: str | None) -> tuple[Section, ...]:
-    """The named sections, always with the ceilings, in the order of the run."""
+    """Return the named sections and the section `ceilings`, in the order of the run."""
     names = chosen("--sections", wanted, [section.name for section in SECTIONS])
     return tuple(s for s in SECTIONS if s.name in names or s is ceilings.SECTION)
 
 
 def choose_place(arguments: argparse.Namespace) -> Place:
-    """The GPU, or the CPU for a rehearsal. Raises ConfigError if there is no GPU."""
+    """Return the GPU, or the CPU for a rehearsal. Raises ConfigError if there is no GPU."""
     peers = Path(arguments.peers) if arguments.peers else None
     if peers is not None and not peers.is_dir():
         raise ConfigError(f"--peers takes a folder with installed packages, and {peers} is none")
     if arguments.rehearse:
-        torch.set_num_threads(1)  # threads would only wait for each other on such small tensors
+        torch.set_num_threads(1)  # on such small tensors, threads would only wait for each other
         return Place(torch.device("cpu"), arguments.quick, is_rehearsal=True, peers=peers)
     if not torch.cuda.is_available():
         raise ConfigError(
@@ -92,14 +92,14 @@ def choose_place(arguments: argparse.Namespace) -> Place:
 
 
 def run_section(section: Section, place: Place, results: Results) -> bool:
-    """Run one section; return False if it failed. A failure does not stop the other sections."""
+    """Run one section; return False if the section failed, after which later sections run."""
     print(f"{section.title} …", flush=True)
     place.start_section()
     try:
         section.run(place, results)
     except SectionOver:
         results.add_note(section.name, "its time was over before all cases were measured")
-    except Exception as error:  # Triton's errors share no base class of their own
+    except Exception as error:  # Triton's errors have no common base class
         logger.debug("section %s", section.name, exc_info=True)
         results.add_note(section.name, f"failed: {type(error).__name__}: {error}")
         tell_failure(f"gpu, {section.name}", error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of `stratakv bench gpu`: a function for each section draws its rows."""
+"""The pictures of `stratakv bench gpu`, with a function for each section."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICE_COPY = "device_copy_gb_per_second"
 
 
 def draw_ceilings(rows: Sequence[Row], ceilings: Ceilings) -> Any:
-    """Draw bars of the page-locked copies by piece size; the title has the other limits."""
+    """Draw bars of the page-locked copies by piece size; the title has the remaining limits."""
     pinned = [row for row in rows if row["case"].startswith("pinned")]
     if not pinned:
         return None
@@ -55,7 +55,7 @@ def draw_copies(rows: Sequence[Row], ceilings: Ceilings) -> Any:
 
 
 def draw_interference(rows: Sequence[Row], _: Ceilings) -> Any:
-    """Draw, at the left, step times beside copies over times alone; at the right, the copies'
+    """Draw, at the left, step times during copies over times without copies; at the right,
     rates."""
     figure, (times, rates) = _panels(2)
     names = [row["case"].replace(", ", ",\n") for row in rows]
@@ -72,8 +72,7 @@ def draw_interference(rows: Sequence[Row], _: Ceilings) -> Any:
 
 
 def draw_steps(rows: Sequence[Row], _: Ceilings) -> Any:
-    """Draw, at the left, seconds of a step by batch; at the right, the bytes that it reads a
-    second."""
+    """Draw, at the left, seconds of a step by batch; at the right, the bytes read per second."""
     figure, (times, rates) = _panels(2)
     found = {(row["way"], row["requests"], row["context"]): row for row in rows}
     batches = list(dict.fromkeys((row["requests"], row["context"]) for row in rows))
@@ -167,7 +166,7 @@ def draw_prefill(
 
 
 def draw_sweep(rows: Sequence[Row], _: Ceilings) -> Any:
-    """Draw the time of every tried launch, divided by the time of the chosen one."""
+    """Draw the time of every tried launch, divided by the time of the chosen launch."""
     rows = [row for row in rows if "best_over_chosen" in row]
     if not rows:
         return None
@@ -187,7 +186,7 @@ def draw_sweep(rows: Sequence[Row], _: Ceilings) -> Any:
 
 
 def draw_peers(rows: Sequence[Row], _: Ceilings) -> Any:
-    """Draw our time over each peer's, case by case; None without a peer."""
+    """Draw the kernel's time over each peer's time, by case; return None without a peer."""
     rows = [row for row in rows if row["peers"]]
     if not rows:
         return None
@@ -206,7 +205,7 @@ def draw_peers(rows: Sequence[Row], _: Ceilings) -> Any:
 
 
 def bytes_name(size: int) -> str:
-    """A size as text: 2097152 → `2 MiB`."""
+    """Return a size as text: 2097152 → `2 MiB`."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit:
             return f"{size / unit:g} {name}"
@@ -214,7 +213,7 @@ def bytes_name(size: int) -> str:
 
 
 def _points(rows: Sequence[Row], x: str, y: str, *names: str) -> dict[str, list[Any]]:
-    """The points of each line; rows that agree in all `names` are one line."""
+    """Return the points of each line; rows that agree in all `names` are one line."""
     series: dict[str, list[Any]] = {}
     for row in rows:
         label = ", ".join(row[name] for name in names)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sections of `stratakv bench gpu`: their parts, device, deadlines and timing.
+"""Definitions for the sections of `stratakv bench gpu`: device, deadlines, timing and results.
 
-A rehearsal runs every section on the CPU with the plain kernels, at sizes of a few kilobytes. It
-shows that the benchmark works and says nothing about a GPU. The JSON is written after every case,
-so a run that is cut off keeps its results.
+A rehearsal, which tests the benchmark without a GPU, runs every section on the CPU with the plain
+kernels, at sizes of a few kilobytes. The JSON is written after every case, so the results of an
+interrupted run are kept.
 
 Work is captured in a CUDA graph, replayed, and timed by events. As in a serving engine, a graph
-leaves out Python and launch overhead. A caller gives a callable for each set of buffers. Together
-the sets are larger than the level-2 cache, so that a launch finds its data in memory. A rehearsal
+excludes Python and launch overhead. A caller passes a callable for each set of buffers. Together
+the sets are larger than the level-2 cache, so that a launch reads its data from memory. A rehearsal
 uses the CPU's clock instead of events."""
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Choice = TypeVar("Choice")
 
 
 class WrongResult(Exception):
-    """A launch to be timed gave a wrong result; the message says which and by how much."""
+    """A launch to be timed gave a wrong result; the message names the launch and the difference."""
 
 
 class SectionOver(Exception):
-    """A section's time is over; what it has measured so far is kept."""
+    """A section has reached its deadline; its results so far are kept."""
 
 
 @dataclass(slots=True)
 class Place:
-    """The device, the form of the run, and two deadlines: the run's, and the section's, which
+    """The device, the form of the run, the run's deadline, and the section's deadline, which
     `start_section` sets."""
 
     device: torch.device
@@ -49,7 +49,7 @@ class Place:
     run_ends: float = float("inf")
 
     def choose(self, full: Choice, quick: Choice, rehearsal: Choice) -> Choice:
-        """The size or the list of cases for this form of the run."""
+        """Return the value for the form of the run."""
         if self.is_rehearsal:
             return rehearsal
         return quick if self.is_quick else full
@@ -59,23 +59,22 @@ class Place:
         self._deadline = min(time.monotonic() + seconds, self.run_ends)
 
     def check_time(self) -> None:
-        """Raises SectionOver after the deadline. Sections call this before every case."""
+        """Raise SectionOver after the deadline. Sections call `check_time` before every case."""
         if time.monotonic() > self._deadline:
             raise SectionOver
 
     @property
     def kernel(self) -> str:
-        """The kernel's name for calls: the kernel under test on a device, the plain one in a
-        rehearsal."""
+        """The value for arguments `kernel`: Triton's on a GPU, plain in a rehearsal."""
         return "plain" if self.is_rehearsal else "triton"
 
     def synchronise(self) -> None:
-        """Wait for all work on the device; in a rehearsal there is none."""
+        """Wait for all work on the GPU; a rehearsal has no such work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def release_memory(self) -> None:
-        """Give memory that torch keeps for freed tensors back to the device."""
+        """Free the GPU memory that torch caches for new tensors."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -83,7 +82,7 @@ class Place:
 def check_close(
     what: str, got: torch.Tensor, expected: torch.Tensor, *, absolute: float, relative: float = 0.0
 ) -> None:
-    """Compare in float32; NaN counts as a difference. Raises WrongResult."""
+    """Raise WrongResult if `got` and `expected` differ in float32; NaN is a difference."""
     if got.shape != expected.shape:
         raise WrongResult(f"{what}: expected {list(expected.shape)}, got {list(got.shape)}")
     wide, right = got.float(), expected.to(got.device).float()
@@ -95,12 +94,12 @@ def check_close(
 
 Launch = Callable[[], object]
 WARM_UPS = 2
-MIN_SECONDS = 0.02  # shortest timed replay, because events have a resolution of half a microsecond
+MIN_SECONDS = 0.02  # least time of a replay, because the resolution of events is half a microsecond
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The seconds of one launch over several timed rounds."""
+    """The seconds of one launch, as statistics over several timed rounds."""
 
     median: float
     p10: float
@@ -112,16 +111,17 @@ class Timing:
         return cls(median(seconds), percentile(seconds, 10), percentile(seconds, 90), len(seconds))
 
     def figures(self) -> dict[str, float]:
-        """The entries of a row: the median and the 10th and 90th percentile, in seconds."""
+        """Return the entries of a row: the median and the 10th and 90th percentile, in seconds."""
         return {"seconds": self.median, "seconds_p10": self.p10, "seconds_p90": self.p90}
 
 
 def time_launches(
     place: Place, launches: Sequence[Launch], *, rounds: int = 7, in_graph: bool = True
 ) -> Timing:
-    """Seconds of one launch. All `launches` run in turn, so that none finds its data in a cache.
-    With `in_graph` false the launches are called directly, for work that a graph cannot hold. Then
-    the host's time to submit them counts too, unless the device stays busy long enough."""
+    """Return the seconds of one launch. All `launches` run in turn, so that no launch finds its
+    data in a cache. If `in_graph` is false, for work that a graph cannot contain, the launches are
+    called directly. The seconds then include the host's time to submit the launches, unless the GPU
+    is busy for longer."""
 
     def launch_all() -> None:
         for launch in launches:
@@ -141,7 +141,7 @@ def time_launches(
 
 
 def record_event() -> torch.cuda.Event:
-    """An event with timing, recorded at this point of the current stream."""
+    """Return an event with timing, recorded at the present end of the current stream."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
@@ -169,12 +169,12 @@ def _elapsed(place: Place, replay: Launch, repeats: int) -> float:
 
 
 MAX_REASON = 300  # characters of an error message in a note
-Row = dict[str, Any]  # a measured case: "case" is its name, the other entries are plain values
+Row = dict[str, Any]  # a measured case: "case" is its name, all other entries are plain values
 
 
 @dataclass(frozen=True, slots=True)
 class Target(Gate):
-    """A limit for one ratio or figure: its name in `ratios`, and its description."""
+    """A limit for a ratio or figure, with the name in `ratios` and a description."""
 
     name: str
     what: str
@@ -189,11 +189,11 @@ class Results:
 
     @property
     def ceilings(self) -> Mapping[str, float]:
-        """The device's limits by name (`device_copy_gb_per_second`, …)."""
+        """The GPU's limits by name (`device_copy_gb_per_second`, …)."""
         return self.report.limits
 
     def set_ceiling(self, name: str, value: float) -> None:
-        """Set a limit of the device. Only the section `ceilings` does so."""
+        """Set a limit of the GPU. Only the section `ceilings` sets limits."""
         self.report.limits[name] = value
 
     def add_row(self, section: str, row: Row) -> None:
@@ -206,7 +206,7 @@ class Results:
         self.report.figures.setdefault(section, {"rows": []}).setdefault("notes", []).append(note)
 
     def rows(self, section: str) -> list[Row]:
-        """The measured rows of a section, in order; empty if it has none."""
+        """Return the measured rows of a section, in order; empty if there are none."""
         found: list[Row] = self.report.figures.get(section, {}).get("rows", [])
         return found
 
@@ -215,7 +215,7 @@ class Results:
         self.report.ratios[name] = value
 
     def ratio_to_ceiling(self, value: float, ceiling: str) -> float | None:
-        """The value divided by a limit; None if the limit was not measured."""
+        """Return the value divided by a limit; None if the limit was not measured."""
         limit = self.report.limits.get(ceiling)
         return value / limit if limit else None
 
@@ -224,14 +224,14 @@ class Results:
         return self.report.write(self._directory)
 
 
-# Draws a section's rows and the device's limits; None if there is nothing to draw.
+# A function that draws a section's rows and the GPU's limits; the result is None without data.
 Draw = Callable[[Sequence[Row], Mapping[str, float]], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section. `run` checks each case against its reference before timing it, and adds rows and
-    ratios."""
+    """A section of the benchmark. `run` compares each case with a reference, times the case, and
+    adds rows and ratios."""
 
     name: str
     title: str
@@ -255,8 +255,9 @@ def run_cases(
     cases: Sequence[Any],
     measure: Callable[[Any], None],
 ) -> None:
-    """Measure each case in turn. Too little memory or another error becomes a note; errors raise
-    RuntimeError after all cases. A wrong result ends the section. Raises SectionOver, WrongResult.
+    """Measure each case in turn. Each failure of a case, such as too little memory, is added as a
+    note; failures other than too little memory raise RuntimeError after all cases. A wrong result
+    ends the section. Raises SectionOver, WrongResult.
     """
     failed = []
     for case in cases:
@@ -276,6 +277,6 @@ def run_cases(
 
 
 def one_line(error: BaseException) -> str:
-    """Type and message of an error on one line, MAX_REASON characters of it at most."""
+    """Return the type and message of an error on one line, at most MAX_REASON characters."""
     words = " ".join(str(error).split())[:MAX_REASON]
     return f"{type(error).__name__}: {words}" if words else type(error).__name__

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A figure and its limit, measured in turn, so that other work of the machine affects both.
+"""A figure and its limit, measured in turn, so that other work affects the two equally.
 
     warm-up      round 0      round 1      round 2      round 3
     ours limit | ours limit | limit ours | ours limit | limit ours
                       └─ limit twice ┘          └─ limit twice ┘
 
-The figure is the median of the ratios within a round; the quartiles of these ratios show their
-spread. At every other boundary of rounds the limit runs twice in a row. The ratios of these two
-runs would be 1 on a quiet machine; their spread shows how small a difference means nothing. If a
-figure has several limits, the strictest counts: the limit with the lowest median ratio."""
+The figure is the median of the ratios within a round; the quartiles of the ratios show the spread.
+At every second boundary of rounds the limit runs twice in a row. The ratio of two consecutive runs
+of the limit would be 1 on an idle machine; the spread of this ratio shows which differences are
+meaningless. If a figure has several limits, the strictest, with the lowest median ratio, is
+used."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ LEAST_ROUNDS = 4
 
 
 class WrongWork(RuntimeError):
-    """Measured work had a wrong result, so its time means nothing."""
+    """Measured work had a wrong result, so the measured time is meaningless."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A figure to measure. `ours` and `limit` do one round's work and return its rate, as do
-    `rivals` (further limits by name) and `beside`, which is only reported. The strictest limit
-    counts; the limits that `shown` names never do."""
+    """A figure to measure. `ours` and `limit` do the work of one round and return the rate, as do
+    `rivals` (further limits by name) and `beside`, a rate that is only reported. The strictest
+    limit is used, except for the limits in `shown`."""
 
     name: str
     unit: str
@@ -42,12 +43,12 @@ class Comparison:
     limit: Callable[[], float]
     beside: Callable[[], float] | None = None
     rivals: Mapping[str, Callable[[], float]] = field(default_factory=dict)
-    shown: tuple[str, ...] = ()  # names of limits that are only listed and never count
+    shown: tuple[str, ...] = ()  # names of limits that are reported but never used
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The rates of all rounds."""
+    """The rates of all rounds of a comparison."""
 
     comparison: Comparison
     ours: list[float] = field(default_factory=list)
@@ -62,17 +63,17 @@ class Outcome:
 
     @property
     def strictest(self) -> str:
-        """The name of the limit that counts: the one with the lowest median ratio."""
+        """The name of the limit that is used, the limit with the lowest median ratio."""
         names = [name for name in self.by_limit if name not in self.comparison.shown]
         return min(names, key=lambda name: median(self.ratios_to(name)))
 
     def ratios_to(self, name: str) -> list[float]:
-        """Our rates divided by those of the limit `name`, round by round."""
+        """Return the rates of `ours` divided by the rates of the limit `name`, round by round."""
         return ratios(self.ours, self.by_limit[name])
 
     @property
     def ratios(self) -> list[float]:
-        """Our rates divided by those of the strictest limit, round by round."""
+        """The rates of `ours` divided by the rates of the strictest limit, round by round."""
         return self.ratios_to(self.strictest)
 
     @property
@@ -82,8 +83,8 @@ class Outcome:
 
     @property
     def limit_twice(self) -> list[float]:
-        """The ratios of the limit's two runs at boundaries of rounds. Later over earlier and
-        earlier over later take turns, so that a machine that slows down does not shift the median.
+        """The ratios of the limit's two runs at boundaries of rounds. Numerator is in turn the
+        later and the earlier run, so that a machine that slows down does not shift the median.
         """
         limits = self.by_limit[self.strictest] if self.ours and self.rivals else self.limits
         pairs = zip(limits[::2], limits[1::2], strict=False)
@@ -93,7 +94,7 @@ class Outcome:
         ]
 
     def figures(self) -> dict[str, Any]:
-        """The JSON entries of this figure."""
+        """Return the JSON entries of the figure."""
         strictest = self.by_limit[self.strictest]
         figures = {
             "unit": self.comparison.unit,
@@ -124,7 +125,7 @@ class Outcome:
         self, report: Report, figure: Callable[[float], float] = float, **more: float
     ) -> None:
         """Add the figures with `more`, the ratio and the limit to the report, and spreads if the
-        report has them. `figure` computes the reported value from the ratio of the rates."""
+        report has spreads. `figure` computes the reported value from the ratio of the rates."""
         name = self.comparison.name
         figures = report.figures["contests"][name] = self.figures() | more
         report.ratios[name] = figure(self.ratio)
@@ -135,7 +136,7 @@ class Outcome:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The first and third quartile of the values; a single value counts as both."""
+    """Return the first and third quartile of the values; for a single value, the value twice."""
     if len(values) < 2:
         return values[0], values[0]
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -146,7 +147,7 @@ COMPARISON_COLUMNS = ("what", "GB/s / limit", "limit", "ratio", "quartiles", "A/
 
 
 def comparison_row(report: Report, name: str, gate: Gate | None) -> list[str]:
-    """The cells of a table row for one ratio, in the order of COMPARISON_COLUMNS."""
+    """Return the cells of a table row for one ratio, in the order of COMPARISON_COLUMNS."""
     ratio, rates = report.ratios[name], ["", ""]
     comparison = report.figures["contests"].get(name)
     if comparison is not None:
@@ -166,9 +167,9 @@ def _spread(quarters: Sequence[float] | None) -> str:
 
 
 def take_rounds(comparison: Comparison, rounds: int, seconds: float = math.inf) -> Outcome:
-    """Run all sides in each round; the side that runs first changes from round to round. Before
-    that, `ours` and `limit` run once, uncounted, to warm up threads, files and processors. Once
-    `seconds` have passed, LEAST_ROUNDS rounds are enough."""
+    """Run all sides in each round, in alternating order, after one uncounted run of `ours` and
+    `limit` that warms up threads, files and processors. After `seconds`, no round begins if
+    LEAST_ROUNDS rounds are measured."""
     over = time.monotonic() + seconds
     outcome = Outcome(comparison, rivals={name: [] for name in comparison.rivals})
     comparison.ours()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate of a figure: a limit that it must reach or must not exceed."""
+"""The gate of a figure: a lower or upper limit of its value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """A limit for a value: `least` or `most`."""
+    """A limit for a value: the least or the most allowed value."""
 
     least: float | None = None
     most: float | None = None
@@ -16,7 +16,7 @@ class Gate:
 
     @property
     def wanted(self) -> str:
-        """The limit with its unit, as tables show it: `>= 0.8`."""
+        """The limit with its unit, in the form of the tables: `>= 0.8`."""
         sign, value = (">=", self.least) if self.least is not None else ("<=", self.most)
         return f"{sign} {value:,g}{self.unit}"
 
@@ -26,5 +26,5 @@ class Gate:
         return self.most is not None and value <= self.most
 
     def verdict(self, value: float) -> str:
-        """The word for a value in tables: `met` or `missed`."""
+        """Return the word for a value in tables: `met` or `missed`."""
         return "met" if self.is_met(value) else "missed"

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load on a server over HTTP: sessions side by side, in a closed or an open loop.
+"""A client that sends load to a server over HTTP: concurrent sessions, in a closed or an open loop.
 
-    closed   a fixed number of users; each begins a session when the one before it has ended
-    open     sessions begin at random times, however many still run; the gaps are exponential, so
+    closed   a fixed number of users; each user begins a session when the previous session has ended
+    open     sessions begin at random times, whatever number of them runs; gaps are exponential, so
              arrivals are a Poisson process of the given rate
 
-A session sends its next request as soon as the one before it is answered. Failed requests are
-recorded and counted. While an answer comes, the client only keeps the received pieces with their
-times; it parses them at the end. If it parsed between events, beside a server on the same machine,
-its work would count as latency."""
+A session sends its next request as soon as the previous request is answered. Failed requests are
+recorded and counted. During an answer, the client only stores the received pieces with their times,
+and parses the pieces at the end. On the server's machine, parsing would count as latency."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from .workloads import Session
 
 MAX_ANSWER_BYTES = 64 * 2**20
 _MAX_QUOTED_BYTES = 300
-# Fields of every request: greedy sampling, and exactly as many tokens as asked for.
+# The fields of every request: greedy sampling, and exactly as many tokens as requested.
 GREEDY: dict[str, Any] = {
     "temperature": 0,
     "ignore_eos": True,
@@ -42,16 +41,16 @@ class RequestFailed(RuntimeError):
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """An answer. Times are seconds since before the connection was opened."""
+    """A streamed answer. Times are in seconds since just before the connection was opened."""
 
     text: str = ""
-    event_seconds: list[float] = field(default_factory=list)  # of events that hold a choice
+    event_seconds: list[float] = field(default_factory=list)  # times of the events with a choice
     total_seconds: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_by_tier: dict[str, int] = field(default_factory=dict)
     cached_tokens: int = 0
-    token_ids: list[int] = field(default_factory=list)  # if the request asked for them
+    token_ids: list[int] = field(default_factory=list)  # if the request asked for token ids
 
     @property
     def first_token_seconds(self) -> float:
@@ -59,7 +58,7 @@ class StreamedAnswer:
 
     @property
     def gaps_seconds(self) -> list[float]:
-        """Seconds between neighbouring events. An event may hold several tokens."""
+        """The seconds between consecutive events. An event may have several tokens."""
         return [later - earlier for earlier, later in pairwise(self.event_seconds)]
 
 
@@ -116,9 +115,9 @@ class _Delta(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    text: str = ""  # of completions
+    text: str = ""  # for completions
     token_ids: list[int] | None = None
-    delta: _Delta = msgspec.field(default_factory=_Delta)  # of chats
+    delta: _Delta = msgspec.field(default_factory=_Delta)  # for chats
 
 
 class _Details(msgspec.Struct):
@@ -143,8 +142,8 @@ _PREFIX, _DONE = b"data: ", b"[DONE]"
 
 
 def read_answer(data: bytes | bytearray, marks: list[tuple[int, float]]) -> StreamedAnswer:
-    """The answer in the bytes of a whole HTTP response. `marks` are ascending byte counts, each
-    with the time at which that many bytes had come. Raises RequestFailed."""
+    """Return the answer in `data`, a whole HTTP response. `marks` are ascending byte counts, each
+    with the time at which so many bytes had been received. Raises RequestFailed."""
     head, separator, rest = bytes(data).partition(b"\r\n\r\n")
     status = head.split(b"\r\n", 1)[0].split(b" ")
     if not separator or len(status) < 2:
@@ -191,8 +190,8 @@ def _decode(line: bytes) -> _Event:
 
 
 def _event_lines(body: bytes, offset: int) -> list[tuple[int, bytes]]:
-    """The data of each event, with the position of its end in the response; the body starts at
-    `offset`. The body is in HTTP chunks; an event may be spread over several."""
+    """Return the data of each event, with the position of its end in the response; the body starts
+    at `offset`. The body is in HTTP chunks; an event may be in several chunks."""
     found: list[tuple[int, bytes]] = []
     pending, place = b"", 0
     while (line_end := body.find(b"\r\n", place)) >= 0:
@@ -226,7 +225,7 @@ def _shown(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The server, and the settings of every request."""
+    """The address of the server, and the settings of every request."""
 
     host: str
     port: int
@@ -236,7 +235,7 @@ class Target:
 
 @dataclass(slots=True)
 class LoadRun:
-    """The answers and errors of a run. A session ends when a request of it fails."""
+    """The answers and errors of a run. A session ends when one of its requests fails."""
 
     by_session: list[list[StreamedAnswer]]
     errors: list[str] = field(default_factory=list)
@@ -265,7 +264,8 @@ async def run_closed(target: Target, sessions: Sequence[Session], concurrency: i
 async def run_open(
     target: Target, sessions: Sequence[Session], requests_per_second: float, seed: int
 ) -> LoadRun:
-    """Run all sessions. They begin so that requests come at this rate on average."""
+    """Run all sessions, which begin at random times so that the mean rate of requests is
+    `requests_per_second`."""
     run = LoadRun([[] for _ in sessions])
     rng = random.Random(seed)
     turns = sum(session.num_turns for session in sessions) / len(sessions)
@@ -273,7 +273,7 @@ async def run_open(
     started = time.perf_counter()
     begin = started
     for session, answers in zip(sessions, run.by_session, strict=True):
-        # Waits until a time, not for a gap: a late wake-up must not lower the rate.
+        # The sleep is until a time, not for a gap, so that a late wake-up does not lower the rate.
         begin += rng.expovariate(requests_per_second / turns)
         await asyncio.sleep(max(0.0, begin - time.perf_counter()))
         work = _run_session(target, session, answers, run.errors)

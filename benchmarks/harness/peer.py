@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work in a process of its own: a child of this benchmark, or a peer that waits meanwhile.
+"""Child processes that do measured work, among them peers: other programs with the same work.
 
-The parent writes lines of JSON to the child's standard input and reads lines from its standard
-output. `Child` and `Peer` are the parent's side; `answerer` and `serve` are the child's. The child
-gets the environment variables of an engine core, which must be set before Python starts."""
+The parent writes lines of JSON to the child's standard input and reads lines from the child's
+standard output. `Child` and `Peer` are for the parent, `answerer` and `serve` for the child. The
+child has the environment variables of an engine core, which must be set before Python starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ...tiers.processes.python_command import python_command
 
 _READ_BYTES = 1 << 16
 _EXIT_SECONDS = 10.0
-_SHOWN_CHARACTERS = 4000  # characters of the log to show if the child ends early
+_SHOWN_CHARACTERS = 4000  # characters of the log in the message if the child ends early
 
 
 class PeerFailed(RuntimeError):
@@ -32,8 +32,8 @@ class PeerFailed(RuntimeError):
 
 
 class Child:
-    """Runs `python WORDS`, by default with this Python; a context manager. The child's standard
-    error goes to `log`. Raises OSError if the child cannot be started."""
+    """A process of `python WORDS`, by default of the running Python; a context manager. The
+    process's standard error goes to `log`. Raises OSError if the process cannot be started."""
 
     def __init__(
         self, words: Sequence[str], log: Path, name: str, python: str | None = None
@@ -56,7 +56,7 @@ class Child:
 
     def close(self) -> None:
         """End the child by closing its standard input."""
-        with suppress(BrokenPipeError):  # the child has ended already
+        with suppress(BrokenPipeError):  # raised if the child has already ended
             self._process.stdin.close()
         try:
             self._process.wait(timeout=_EXIT_SECONDS)
@@ -66,13 +66,13 @@ class Child:
         self._process.stdout.close()
 
     def send(self, order: dict[str, Any]) -> None:
-        """Write `order` as one line. If the child has ended, the next `read` raises."""
+        """Write `order` as one line. If the child has ended, the next `read` raises PeerFailed."""
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
 
     def read(self, timeout_seconds: float | None = None) -> dict[str, Any]:
-        """The child's next answer. Raises PeerFailed."""
+        """Return the child's next answer. Raises PeerFailed."""
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while b"\n" not in self._pending:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -100,7 +100,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class PeerRun:
-    """The output tokens of each prompt, and the seconds for all of them."""
+    """The output tokens of each prompt, and the seconds for all prompts."""
 
     seconds: float
     token_ids: list[list[int]]
@@ -111,7 +111,7 @@ class PeerRun:
 
 
 class Peer(Child):
-    """Another program that does the same work: a child that runs `MODULE MODEL THREADS`."""
+    """A peer, another program with the same work, as a child that runs `MODULE MODEL THREADS`."""
 
     def __init__(self, module: str, model: Path, threads: int, log: Path) -> None:
         name = module.rpartition(".")[2]
@@ -124,7 +124,7 @@ class Peer(Child):
     def run(
         self, mode: str, prompts: Sequence[list[int]], max_tokens: int, timeout_seconds: float
     ) -> PeerRun:
-        """Greedy outputs of exactly `max_tokens` tokens for each prompt. Raises PeerFailed."""
+        """Return greedy outputs of `max_tokens` tokens for each prompt. Raises PeerFailed."""
         self.send({"mode": mode, "prompts": list(prompts), "max_tokens": max_tokens})
         run = PeerRun(**self.read(timeout_seconds))
         if [len(ids) for ids in run.token_ids] != [max_tokens] * len(prompts):
@@ -133,8 +133,8 @@ class Peer(Child):
 
 
 def answerer() -> Callable[[dict[str, Any]], None]:
-    """A function with which the child sends a line to the parent. After this call, what libraries
-    print goes to the child's log."""
+    """Return a function with which the child sends a line to the parent. From this call on, the
+    output of libraries goes to the child's log."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -149,7 +149,7 @@ Work = Callable[[str, list[list[int]], int], PeerRun]
 
 
 def serve(make_work: Callable[[Path, int], Work]) -> int:
-    """Run a peer: load the model, report that, then answer line by line until the input ends."""
+    """Run a peer: load the model, report readiness, then answer lines until the input ends."""
     tell = answerer()
     try:
         work = make_work(Path(sys.argv[1]), int(sys.argv[2]))

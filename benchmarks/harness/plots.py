@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of benchmark figures, as PNG files: how they are begun, labelled and saved.
+"""Functions that draw, label and save pictures of benchmark figures.
 
-The foot of each picture names the machine, the date and the version of the measurement. matplotlib
-is imported only here and only to draw a picture. Tables and JSON need no matplotlib, and
-`draw_and_tell` says if it is missing."""
+The foot of each picture names the machine, the date and the version of the measurement. Only this
+module imports matplotlib, and only to draw a picture. Tables and JSON need no matplotlib, and
+`draw_and_tell` reports a missing matplotlib."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 from ...engine.config.optional_packages import install_extra
 from .gate import Gate
 
-WIDTH_INCHES, DPI = 8.0, 200  # DPI: twice the pixels of a page that shows pictures 800 wide
-PALETTE = 128  # colours of a PNG, including shades of text
+WIDTH_INCHES, DPI = 8.0, 200  # twice the pixels of a page that shows pictures with a width of 800
+PALETTE = 128  # number of colours of a PNG, including shades of text
 MET, MISSED, PLAIN, GATE = "#2b6cb0", "#c53030", "#8a8f98", "#b7791f"
 NO_MATPLOTLIB = (
     "no picture: that takes matplotlib, which is not installed; run in a clone of StrataKV: "
     f"{install_extra('bench')}"
 )
-REFERENCE = "#555555"  # the colour of lines for comparison
+REFERENCE = "#555555"  # the colour of lines that mark limits and references
 COLOURS = ("#2b6cb0", "#2f7d4f", "#b7791f", "#97266d", "#8a8f98", "#63a4d8", "#7fbf98")
 
 
 def new_figure(rows: int, columns: int, height: float, **options: Any) -> Any:
-    """A figure and its array of `rows` by `columns` panels. All figures have the same width, so
-    that their text has the same size. Raises ModuleNotFoundError without matplotlib."""
+    """Return a figure and its array of `rows` by `columns` panels. All figures have the same width,
+    and so the same size of text. Raises ModuleNotFoundError without matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -47,8 +47,8 @@ def draw_bars(
     fmt: str | None = None,
     size: float = 8,
 ) -> None:
-    """Draw for each name a group of bars, one for each series; a None value has no bar. An entry of
-    `colours` is the colour of a series, or a list with a colour for each of its bars."""
+    """Draw a group of bars for each name, with one bar per series; a value of None has no bar. An
+    entry of `colours` is the colour of a series, or a list with a colour for each bar."""
     width = 0.84 / len(series)
     for number, (label, values) in enumerate(series.items()):
         there = [place for place, value in enumerate(values) if value is not None]
@@ -71,8 +71,8 @@ def draw_times(
     colours: Sequence[str],
     highs: Sequence[float] = (),
 ) -> None:
-    """Draw a bar for each name, the first at the top, labelled with its milliseconds and with how
-    many times shorter than `base` it is. Whiskers go up to `highs`."""
+    """Draw a bar for each name, the first name at the top. A bar's label has the milliseconds and
+    the factor `base` over the bar's time. Whiskers end at `highs`."""
     places, ends = range(len(names)), highs or millis
     axes.barh(places, millis, color=colours, height=0.62)
     if highs:
@@ -94,8 +94,8 @@ def draw_times(
 
 
 def draw_gated(axes: Any, ratios: Mapping[str, float], gates: Mapping[str, Gate | None]) -> None:
-    """Draw a bar for each ratio, the first at the top, with its value, the colour for met or
-    missed, and a mark at its gate. `add_gate_legend` explains colours and marks."""
+    """Draw a bar for each ratio, the first ratio at the top, with the value, a colour for met or
+    missed, and a mark at the gate. `add_gate_legend` draws the legend."""
     names, places = list(ratios), range(len(ratios))
     met = [(gate := gates.get(name)) is None or gate.is_met(ratios[name]) for name in names]
     colours = [MET if each else MISSED for each in met]
@@ -124,13 +124,13 @@ def add_gate_legend(figure: Any) -> None:
 
 
 def label_bars(axes: Any, bars: Any, fmt: str, size: float = 8) -> None:
-    """Write each bar's value at the bar's end, on white, so that no line crosses the text."""
+    """Write each bar's value at the end of the bar, on a white background."""
     white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     axes.bar_label(bars, fmt=fmt, fontsize=size, padding=2, bbox=white)
 
 
 def mark_gates(axes: Any, gates: Mapping[float, float | None], width: float, colour: str) -> None:
-    """Draw a short line at the gate of the bar at each place; None means no gate."""
+    """Draw a short line at the gate of each bar, by the bar's place; None means no gate."""
     there = {place: gate for place, gate in gates.items() if gate is not None}
     starts, ends = [place - width / 2 for place in there], [place + width / 2 for place in there]
     axes.hlines(list(there.values()), starts, ends, color=colour, linewidth=2)
@@ -142,7 +142,7 @@ def draw_lines(
     colours: Sequence[str] = COLOURS,
     **options: Any,
 ) -> None:
-    """Draw a line with marks, from left to right, for each series that has points."""
+    """Draw a line with marks, from left to right, for each series with points."""
     for number, (label, points) in enumerate(series.items()):
         if points:
             xs, ys = zip(*sorted(points), strict=True)
@@ -151,7 +151,7 @@ def draw_lines(
 
 
 def caption(axes: Any, title: str, x: str = "", y: str = "", *, legend: bool = False) -> None:
-    """Label a panel: its title, the names of its axes, and a legend if `legend` is true."""
+    """Add a panel's title, the names of its axes, and a legend if `legend` is true."""
     axes.set_title(title, fontsize=10)
     axes.set_xlabel(x, fontsize=9)
     axes.set_ylabel(y, fontsize=9)
@@ -167,8 +167,8 @@ def add_legend(figure: Any, axes: Any, columns: int, handles: Sequence[Any] = ()
 
 
 def save_figure(figure: Any, environment: Mapping[str, Any], path: Path) -> Path:
-    """Write the picture as PNG, or as SVG if the name ends so. Its foot shows the machine from the
-    report's `environment`."""
+    """Write the picture as PNG, or as SVG if `path` ends in .svg. The foot of the picture names the
+    machine from the report's `environment`."""
     from matplotlib import pyplot
 
     for axes in figure.axes:
@@ -176,7 +176,7 @@ def save_figure(figure: Any, environment: Mapping[str, Any], path: Path) -> Path
     figure.supxlabel(footer(environment), fontsize=7.5, color="#555555", x=0.995, ha="right")
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".svg":
-        # The same figures give the same bytes: the SVG has no date and no random ids.
+        # Equal figures give equal bytes, because the SVG has no date and no random ids.
         with pyplot.rc_context({"svg.hashsalt": "stratakv"}):
             figure.savefig(path, metadata={"Date": None})
     else:
@@ -187,7 +187,7 @@ def save_figure(figure: Any, environment: Mapping[str, Any], path: Path) -> Path
 
 
 def _reduce_colours(path: Path) -> None:
-    """Write the PNG again with a palette, which makes the file a third as large."""
+    """Write the PNG again with a palette, which reduces the file to a third of its size."""
     from PIL import Image  # matplotlib depends on PIL
 
     with Image.open(path) as picture:
@@ -196,7 +196,7 @@ def _reduce_colours(path: Path) -> None:
 
 
 def footer(environment: Mapping[str, Any]) -> str:
-    """Machine, date and version in one line, without what an older report lacks."""
+    """Return machine, date and version in one line, as far as the report has them."""
     parts = [environment.get("device"), environment.get("cpu")]
     if "cores" in environment:
         parts.append(f"{environment['cores']} cores")
@@ -207,8 +207,8 @@ def footer(environment: Mapping[str, Any]) -> str:
 
 
 def draw_and_tell(draw: Callable[[], Path | None]) -> None:
-    """Draw a picture and print its path, or the reason why there is none. It comes last, so that a
-    failure loses no figures."""
+    """Draw a picture and print its path, or the reason why no picture was drawn. Pictures are drawn
+    last, so that a failure loses no figures."""
     try:
         path = draw()
     except ModuleNotFoundError as error:

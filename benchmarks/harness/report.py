@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of every benchmark: `DIR/NAME.json`, a table on the terminal, and a plot.
+"""The report of a benchmark: `DIR/NAME.json`, tables on the terminal, and a picture.
 
-The JSON always has `environment`, `limits`, `figures` and `ratios`. `ratios` maps names to numbers;
-the other entries may be nested."""
+The JSON always has `environment`, `limits`, `figures` and `ratios`. The values of `ratios` are
+numbers; the values of the other three may be nested."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PACKAGES = ("torch", "numpy", "lmdb", "msgspec", "pyzmq", "fastapi", "uvicorn")
 
 
 def environment() -> dict[str, Any]:
-    """The machine and software of a measurement, without any host name or user name."""
+    """Return the machine and software of a measurement, without any host name or user name."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "cpu": _cpu_name(),
@@ -59,7 +59,7 @@ class Report:
     ratios: dict[str, float] = field(default_factory=dict)
 
     def write(self, directory: Path) -> Path:
-        """Write `NAME.json`, complete or not at all; return its path. Raises OSError."""
+        """Write `NAME.json` atomically; return its path. Raises OSError."""
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{self.name}.json"
         body = {
@@ -77,30 +77,30 @@ class Report:
 
     @classmethod
     def read(cls, path: Path) -> Report:
-        """Read a report that `write` has written. Raises OSError, ValueError."""
+        """Return the report that `write` has written to `path`. Raises OSError, ValueError."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The nearest-rank percentile of `values`, which must not be empty."""
+    """Return the nearest-rank percentile of `values`, which must not be empty."""
     ordered = sorted(values)
     rank = max(1, math.ceil(percent / 100.0 * len(ordered)))
     return ordered[rank - 1]
 
 
 def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
-    """`ones` divided by `others`, pair by pair. Both come from the same rounds."""
+    """Return `ones` divided by `others`, pair by pair; the two lists are from the same rounds."""
     return [one / other for one, other in zip(ones, others, strict=True)]
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; the first column is a name, the others are numbers."""
+    """Print a table; the first column has names, all other columns have numbers."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
         table.add_row(*row)
-    # A log file has no width, so each row is one line there, however long the figures are.
+    # In a log file, which has no width, each row is printed on one line.
     console = Console()
     console = console if console.is_terminal else Console(width=1_000)
     console.print(table)
@@ -116,7 +116,7 @@ def _cpu_name() -> str:
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """The versions of those packages that are installed."""
+    """Return the versions of the installed packages among `names`."""
     versions = {}
     for name in names:
         with suppress(metadata.PackageNotFoundError):
@@ -125,7 +125,7 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """$STRATAKV_COMMIT or git's name of the commit, marked if files differ; empty without .git."""
+    """Return $STRATAKV_COMMIT or the commit from git, marked if files differ; "" without .git."""
     if given := os.environ.get("STRATAKV_COMMIT", "").strip():
         return given
     root = Path(__file__).resolve().parents[2]
@@ -144,8 +144,8 @@ def run_and_tell(
     plot: Callable[[Report, Path], Path],
     *failures: type[Exception],
 ) -> int:
-    """Measure, write the JSON, print tables and draw. Return 0, or 1 after printing the reason of a
-    failure. Raises ConfigError."""
+    """Measure, write the JSON, print tables and draw the picture. Return 0, or 1 after printing the
+    reason of a failure. Raises ConfigError."""
     path = measure_and_write(report, out, measure, *failures)
     if path is None:
         return 1
@@ -158,7 +158,7 @@ def run_and_tell(
 def measure_and_write(
     report: Report, out: Path, measure: Callable[[], object], *failures: type[Exception]
 ) -> Path | None:
-    """Measure and write the JSON; return its path, or None after printing a failure's reason.
+    """Measure and write the JSON; return its path, or None after printing the reason of a failure.
     Raises ConfigError."""
     expected: tuple[type[Exception], ...] = (*failures, OSError)
     try:
@@ -172,8 +172,8 @@ def measure_and_write(
 
 
 def chosen(flag: str, given: str | None, known: Sequence[str]) -> list[str]:
-    """The names in a comma-separated text, in the order of `known`; all names if the text is None.
-    Raises ConfigError for an unknown name."""
+    """Return the names in the comma-separated text `given`, in the order of `known`; all names for
+    None. Raises ConfigError for an unknown name."""
     names = known if given is None else [name.strip() for name in given.split(",")]
     for name in names:
         if name not in known:
@@ -183,13 +183,12 @@ def chosen(flag: str, given: str | None, known: Sequence[str]) -> list[str]:
 
 
 def tell_failure(name: str, error: object) -> None:
-    """Print a failure in red on standard error, without markup, since errors may contain
-    '.[test]'."""
+    """Print a failure in red on standard error; no markup, because of errors with '.[test]'."""
     console = Console(stderr=True)
     console.print(f"bench {name}: {error}", style="red", markup=False, soft_wrap=True)
 
 
 def progress(console: Console) -> Progress:
-    """A progress bar with the current item and the number of finished items."""
+    """Return a progress bar with the current item and the number of finished items."""
     columns = (TextColumn("{task.description:26}"), BarColumn(), MofNCompleteColumn())
     return Progress(*columns, TimeElapsedColumn(), console=console)

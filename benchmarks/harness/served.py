@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers of a run, in their own processes: `stratakv serve`, `cache-server` and Redis.
+"""Server processes of a benchmark: `stratakv serve`, `stratakv cache-server` and Redis.
 
-A client measures the time to the first token of a served model as a user sees it. It sends one
-request at a time over plain HTTP, so that other requests of the client do not disturb the figure.
+The time to the first token of a served model is measured by a client over plain HTTP. The client
+sends one request at a time, so that no other request changes the time.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ OPENSSL = "openssl"
 
 
 class ServerFailed(RuntimeError):
-    """The server did not start or answered with an error; the message has its log's last lines."""
+    """A server did not start or answered with an error; the message has its log's last lines."""
 
 
 class Server:
-    """A server process, ready at a port of this host; a context manager."""
+    """A server process that listens at a port of this host; a context manager."""
 
     def __init__(
         self, command: Sequence[str], port: int, log: Path, start_seconds: float = 120.0
@@ -65,8 +65,8 @@ class Server:
         self.stop()
 
     def stop(self, timeout_seconds: float = 60.0) -> None:
-        """Send SIGTERM, after which the server writes its tiers back, and wait. Raises ServerFailed
-        if that takes too long."""
+        """Send SIGTERM, and wait until the server has written its tiers back and ended. Raises
+        ServerFailed after `timeout_seconds`."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
         try:
@@ -77,7 +77,7 @@ class Server:
             raise ServerFailed(f"did not stop in {timeout_seconds:.0f} s\n{self._tail()}") from None
 
     def _check_ready(self) -> None:
-        """Raises OSError while the process does not listen at its port."""
+        """Raise OSError while the process does not listen at its port."""
         socket.create_connection((HOST, self.port), 2.0).close()
 
     def _wait_until_ready(self, timeout_seconds: float) -> None:
@@ -100,7 +100,7 @@ class Server:
 
 
 class ServedModel(Server):
-    """A `stratakv serve` process, and requests to it."""
+    """A `stratakv serve` process, and requests to the process."""
 
     def __init__(self, arguments: Sequence[str], log: Path, start_seconds: float = 120.0) -> None:
         [port] = free_ports(1)
@@ -109,24 +109,24 @@ class ServedModel(Server):
         super().__init__(command, port, log, start_seconds)
 
     def reset(self, tiers: str = "all") -> None:
-        """Empty the caches: only the pool, or with `all` the tiers too."""
+        """Empty the pool's prefix cache and, if `tiers` is `all`, the tiers."""
         self._exchange("POST", f"/reset_prefix_cache?tiers={tiers}")
 
     def metric(self, name: str) -> float:
-        """The sum of one metric's values over all labels."""
+        """Return the sum of one metric's values over all labels."""
         text = self._exchange("GET", "/metrics").decode()
         rows = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
         return sum(float(value) for value in rows)
 
     def warm_up(self) -> None:
-        """Send a first request, which pays for lazy initialisation and is not measured."""
+        """Send a first request, which includes lazy initialisation and is not measured."""
         self.ask([1, 2, 3], 2)
 
     def ask(
         self, prompt: Sequence[int], max_tokens: int, timeout_seconds: float = 120.0
     ) -> StreamedAnswer:
-        """Stream a greedy completion of token ids. Its times start before the connection is
-        made."""
+        """Stream a greedy completion of token ids. The answer's times start just before the
+        connection is opened."""
         body = {"prompt": list(prompt), "max_tokens": max_tokens, "return_token_ids": True}
         path = "/v1/completions"
         try:
@@ -149,7 +149,7 @@ class ServedModel(Server):
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this host that are free now; another process may take them."""
+    """Return ports of this host that are free now; another process may still take the ports."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -182,14 +182,14 @@ def redis_server(binary: str) -> Iterator[Server]:
 
 
 def find_redis(given: str | None) -> tuple[str, str]:
-    """The path of the Redis binary and "", or "" and the reason why there is none."""
+    """Return the path of the Redis binary and "", or "" and the reason why no binary was found."""
     binary = shutil.which(given or REDIS)
     return (binary, "") if binary else ("", f"{given or REDIS} is not installed")
 
 
 @contextmanager
 def certificate() -> Iterator[tuple[Path, Path]]:
-    """A certificate for this host and its key, valid for a day. Raises WrongWork."""
+    """Yield a certificate for this host, valid for a day, and its key. Raises WrongWork."""
     with tempfile.TemporaryDirectory(prefix="stratakv-bench-") as folder:
         cert, key = Path(folder) / "cert.pem", Path(folder) / "key.pem"
         words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1"

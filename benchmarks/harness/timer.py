@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times one side of a comparison, in processor seconds of all threads and by the clock."""
+"""A timer for one side of a comparison, in processor seconds of all threads and by the clock."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 
 class Timer:
-    """Times work. With `count` it gives units per second, with None it gives seconds."""
+    """A timer whose values are `count` units per second or, if `count` is None, seconds."""
 
     def __init__(self, count: int | None = None) -> None:
         self._count = count
-        self.by_clock: list[float] = []  # the wall-clock value of each call, in order
+        self.by_clock: list[float] = []  # the wall-clock value of each call of `rate_of`
 
     def rate_of(self, work: Callable[[], object]) -> float:
-        """Do the work once; return the rate or seconds in processor time."""
+        """Do the work once; return the rate, or the seconds, in processor time."""
         wall, cpu = time.perf_counter(), time.process_time()
         work()
         cpu = time.process_time() - cpu

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workloads by name. They differ in what their prompts share, so in what a prefix cache finds.
+"""Workloads by name, with different shared parts of prompts, and so different cache hits.
 
-    chat-system-prompt  many users, one question each, all under the same long system prompt
-    multi-turn          conversations; each turn repeats all that was said before it
-    documents           questions about few documents, some of them asked about far more often
-    few-shot-code       functions to continue, each after one of a few sets of examples
-    unique              prompts that share nothing: what serving costs without any cache
+    chat-system-prompt  many users, with one question each, after the same long system prompt
+    multi-turn          conversations; each turn repeats all earlier turns
+    documents           questions about few documents, of which some are much more frequent
+    few-shot-code       beginnings of functions, each after one of a few sets of examples
+    unique              prompts without shared parts, for the cost of serving without cache hits
 
-All prompts follow from a seed. The text of the prompts is the help of Python's standard library. It
-is on every machine that runs the benchmark, so nothing is downloaded. It is real prose and code, so
-lengths of tokens and likelihoods of outputs are as in real use."""
+A seed determines all prompts. The text of the prompts is the help of Python's standard library,
+which every machine with the benchmark has, so nothing is downloaded. Because the help is real prose
+and code, lengths of tokens and likelihoods of outputs are as in real use."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ Encoder = Callable[[str], list[int]]
 
 
 def documents(encode: Encoder, count: int, prefix_tokens: int) -> list[list[int]]:
-    """`count` different documents of exactly `prefix_tokens` token ids each. Each starts with its
-    own number, so no two share a first block. Raises ValueError if the standard library has too
-    little text."""
+    """Return `count` documents of exactly `prefix_tokens` token ids each. Each document starts with
+    its own number, so no two documents share the first block. Raises ValueError if the standard
+    library has too little text."""
     tokens: list[int] = []
     texts = _help_texts()
     made: list[list[int]] = []
@@ -63,7 +63,7 @@ def documents(encode: Encoder, count: int, prefix_tokens: int) -> list[list[int]
 
 
 def question(encode: Encoder, index: int, max_tokens: int) -> list[int]:
-    """The token ids of one question, at most `max_tokens` of them."""
+    """Return the token ids of one question, at most `max_tokens` ids."""
     return encode(QUESTIONS[index % len(QUESTIONS)])[:max_tokens]
 
 
@@ -80,7 +80,7 @@ def _help_texts() -> Iterator[str]:
 
 
 def _class_texts(name: str, cls: type) -> Iterator[str]:
-    # Some classes keep something other than text in __doc__.
+    # The __doc__ of some classes is no text.
     if isinstance(cls.__doc__, str):
         yield f"class {name}: {inspect.cleandoc(cls.__doc__)}"
     for method_name, method in sorted(vars(cls).items()):
@@ -101,7 +101,7 @@ EXAMPLE_TOKENS = 384
 FUNCTION_TOKENS = (192, 384)
 UNIQUE_TOKENS = (96, 160)
 
-LONGEST_PROMPT_TOKENS = 2560  # of any workload's prompt, if answers stay within the limit
+LONGEST_PROMPT_TOKENS = 2560  # of all workloads, if answers stay within the limit
 LONGEST_ANSWER_TOKENS = 256
 CONTEXT_TOKENS = LONGEST_PROMPT_TOKENS + LONGEST_ANSWER_TOKENS
 
@@ -114,14 +114,14 @@ CORPUS_DOCUMENTS, CORPUS_DOCUMENT_TOKENS = 16, 8192
 
 @dataclass(frozen=True, slots=True)
 class PromptSession:
-    """A prompt of token ids, and the HTTP route for it."""
+    """A prompt of token ids, and the HTTP route for the prompt."""
 
     token_ids: list[int]
     path: str = COMPLETIONS
     num_turns: int = 1
 
     def body(self, answers: Sequence[str]) -> dict[str, Any]:
-        """The JSON fields with the prompt that follows these answers."""
+        """Return the JSON fields with the prompt that follows `answers`."""
         return {"prompt": self.token_ids}
 
 
@@ -146,27 +146,27 @@ class ChatSession:
         return {"messages": messages}
 
 
-Session = PromptSession | ChatSession  # one user's requests, which follow one another
+Session = PromptSession | ChatSession  # the requests of one user, one after the other
 
 
 class Text:
     """Random passages of real text."""
 
     def __init__(self, encode: Encoder, decode: Decoder, rng: random.Random) -> None:
-        """Raises ValueError if the standard library has too little text."""
+        """Raise ValueError if the standard library has too little text."""
         self.encode, self._decode, self.rng = encode, decode, rng
         made = documents(encode, CORPUS_DOCUMENTS, CORPUS_DOCUMENT_TOKENS)
         self._ids = list(itertools.chain.from_iterable(made))
 
     def ids(self, least: int, most: int | None = None) -> list[int]:
-        """Token ids of a random passage: exactly `least`, or `least` to `most`."""
+        """Return the token ids of a random passage: exactly `least` ids, or `least` to `most`."""
         count = self.rng.randint(least, most or least)
         start = self.rng.randrange(len(self._ids) - count)
         return self._ids[start : start + count]
 
     def message(self, least: int, most: int | None = None) -> str:
-        """The text of a random passage of that many tokens. Encoded again it may differ by a
-        few."""
+        """Return the text of a random passage of exactly `least` tokens, or `least` to `most`.
+        Encoded again, the text may have a few tokens more or less."""
         return self._decode(self.ids(least, most))
 
 
@@ -176,7 +176,8 @@ def _chat_system_prompt(text: Text, count: int) -> list[Session]:
 
 
 def _multi_turn(text: Text, count: int) -> list[Session]:
-    # Each conversation has its own instructions, so its hits come from the same conversation.
+    # Each conversation has its own instructions, so all hits of a turn come from earlier turns of
+    # the same conversation.
     return [
         ChatSession(
             text.message(INSTRUCTION_TOKENS), [text.message(*MESSAGE_TOKENS) for _ in range(TURNS)]
@@ -187,7 +188,7 @@ def _multi_turn(text: Text, count: int) -> list[Session]:
 
 def _documents(text: Text, count: int) -> list[Session]:
     library = [text.ids(DOCUMENT_TOKENS) for _ in range(DOCUMENTS)]
-    # The n-th most popular document is asked about 1/n as often as the first.
+    # The n-th most popular document has 1/n as many questions as the first.
     weights = [1 / (rank + 1) for rank in range(DOCUMENTS)]
     return [
         PromptSession(chosen + text.ids(*MESSAGE_TOKENS) + text.encode(text.rng.choice(QUESTIONS)))
@@ -206,8 +207,8 @@ def _unique(text: Text, count: int) -> list[Session]:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A workload. `usual_hit_rate` is the share of cached prompt tokens that is commonly stated for
-    such work; the measured share is shown beside it."""
+    """A workload. `usual_hit_rate` is the commonly stated share of cached prompt tokens for such
+    work, which is shown next to the measured share."""
 
     usual_hit_rate: float
     sessions: Callable[[Text, int], list[Session]]
@@ -225,7 +226,7 @@ WORKLOADS: Mapping[str, Workload] = {
 def make_sessions(
     name: str, encode: Encoder, decode: Decoder, count: int, seed: int
 ) -> list[Session]:
-    """Sessions with about `count` requests in all, the same for the same arguments. Raises
+    """Return sessions with about `count` requests in total, equal for equal arguments. Raises
     ValueError if there is too little text."""
     text = Text(encode, decode, random.Random(f"{name} {seed}"))
     return WORKLOADS[name].sessions(text, count)

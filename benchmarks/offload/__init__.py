@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench offload`: what keeping blocks in tiers saves, and what it costs without hits.
+"""`stratakv bench offload`: the time that blocks in tiers save, and the cost of tiers without hits.
 
-The first section is seen from a client. It asks a real server about documents that are far longer
-than the questions. The server's KV pool holds little more than one document. The same questions are
-asked
+In the first section, a client sends a real server questions about documents that are far longer
+than the questions. The server's KV pool is little larger than one document. The same questions are
+sent
     cold      with every cache reset before each request,
-    pool      with the document still in the pool,
-    cpu       after other documents have pushed it out of the pool,
+    pool      with the document in the pool,
+    cpu       after other documents have evicted the document from the pool,
     ssd       after the server was stopped and started again,
-    remote    of another server, which shares a cache server with one that computed them,
-one request at a time. Every phase must give the tokens of the cold phase. If a phase's blocks do
-not come from its tier, the benchmark stops with an error.
+    remote    to another server, with the cache server of the server that computed them,
+one request at a time. The tokens of every phase must be those of the cold phase. If a phase's
+blocks do not come from its tier, the benchmark stops with an error.
 
-In the full form other sections follow: engines without a server, with tiers and without in
-alternating pairs, in processor seconds. They measure unique prompts, mixes of hits with a slow
-tier, requests behind one prefix, and steps while blocks leave the pool (`sections.py`). A last one
-measures the time to the first token of a made-up model whose layers carry states (`hybrid.py`).
-Equal prompts must give equal tokens."""
+The full form has more sections, with engines without a server. Alternating pairs of an engine with
+tiers and an engine without tiers are measured in processor seconds: for unique prompts, mixes of
+hits with a slow tier, requests with one common prefix, and steps during which blocks leave the pool
+(`sections.py`). The last section measures the time to the first token of a small model with
+recurrent states (`hybrid.py`). Equal prompts must give equal tokens."""
 
 import argparse
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `stratakv bench offload`; the package's docstring describes the measurements."""
+"""The command `stratakv bench offload`; the package's docstring describes the measurements."""
 
 from __future__ import annotations
 
@@ -51,22 +51,20 @@ from .scale import PHASES as PHASES_SECTION
 from .sections import measure_in_child
 
 SERVER_TO_SPARE = 1.5
-# The share of its document that a warm phase must find in its tier; block rounding explains the
-# rest.
+# The least share of a document that a warm phase loads from its tier, without a partial block.
 _EXPECTED_HIT = 0.95
 
 Ask = Callable[[str, int, str], StreamedAnswer]
 
 
 class BenchmarkFailed(RuntimeError):
-    """A phase gave other tokens, or its blocks did not come from its tier."""
+    """A phase gave other tokens than the cold phase, or its blocks did not come from its tier."""
 
 
 def ask_cold(
     server: ServedModel, ask: Ask, count: int, phase: Phase
 ) -> dict[tuple[str, int], list[int]]:
-    """Ask the questions of all warm phases with empty caches; return the tokens that each must
-    give."""
+    """Send the questions of all warm phases with empty caches; return each question's tokens."""
     server.warm_up()
     expected = {}
     for document in range(count):
@@ -80,15 +78,14 @@ def ask_cold(
 
 
 def ask_pool(server: ServedModel, ask: Ask, count: int, phase: Phase) -> None:
-    """Ask about each document right after another question about it."""
+    """Send a question about each document directly after another question about the document."""
     for document in range(count):
         ask("pool: first question", document, "prime")
         phase.answers.append(ask("pool", document, "pool"))
 
 
 def ask_tier(server: ServedModel, ask: Ask, count: int, tier: str, phase: Phase) -> None:
-    """Ask about each document in turn, after the documents before it have evicted it from the
-    pool."""
+    """Send questions about the documents in turn; each document evicts the others from the pool."""
     paid = server.metric("stratakv:load_seconds_paid_total")
     for document in range(count):
         phase.answers.append(ask(tier, document, tier))
@@ -98,7 +95,7 @@ def ask_tier(server: ServedModel, ask: Ask, count: int, tier: str, phase: Phase)
 def check_phases(
     plan: Plan, phases: dict[str, Phase], expected: dict[tuple[str, int], list[int]]
 ) -> None:
-    """Raises BenchmarkFailed unless all tokens agree and each phase's blocks came from its tier."""
+    """Raise BenchmarkFailed unless tokens are equal and each phase's blocks came from its tier."""
     for answer in phases["cold"].answers:
         if answer.cached_tokens:
             raise BenchmarkFailed(f"a cold request found {answer.cached_tokens} cached tokens")
@@ -117,17 +114,17 @@ def check_phases(
                 )
 
 
-# With fewer documents the pool's room beyond one request would keep part of each.
+# With fewer documents, the pool, larger than one request, would keep a part of each.
 MIN_DOCUMENTS = 3
-# The tiers hold all documents and the questions about them.
+# The tiers' size, as a multiple of all documents and questions.
 ROOM_TO_SPARE = 2.0
 MIN_TIER_BYTES = 64 * 2**20
-# A hit lacks less than one block, which is then less than `check_phases` allows.
+# With so many blocks, the partial block that a hit lacks is less than `check_phases` tolerates.
 MIN_PREFIX_BLOCKS = 20
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the chosen sections; return 0, or 1 after an error message. Raises ConfigError."""
+    """Run the chosen sections; return 0, or 1 after printing an error. Raises ConfigError."""
     sections = sections_for(arguments)
     plan = make_plan(arguments)
     scale = QUICK_COSTS if arguments.quick else FULL_COSTS
@@ -150,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def sections_for(arguments: argparse.Namespace) -> list[str]:
-    """The named sections, or the default ones of this form and device. Raises ConfigError."""
+    """Return the named sections, or those of the run's form and device. Raises ConfigError."""
     if check_device("--device", arguments.device) == "cpu":
         return list(chosen_sections(arguments.sections, arguments.quick))
     named = chosen_sections(arguments.sections or PHASES_SECTION, arguments.quick)
@@ -164,7 +161,7 @@ def sections_for(arguments: argparse.Namespace) -> list[str]:
 
 
 def show(report: Report, path: Path) -> None:
-    """Print tables and draw plots of the figures; `path` is that of the JSON."""
+    """Print tables and draw pictures of the figures; `path` is the path of the JSON."""
     plots: list[Callable[[], Path]] = []
     if PHASES_SECTION in report.figures:
         print_phases(report)
@@ -180,10 +177,10 @@ def show(report: Report, path: Path) -> None:
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
-    """The plan for this model. Raises ConfigError for numbers that cannot work."""
+    """Return the plan for the model. Raises ConfigError for invalid numbers."""
     model = arguments.model or EMBEDDED_MODEL
     spec = load_model_spec(model)
-    CacheConfig(block_size=arguments.block_size)  # raises for a size that is not allowed
+    CacheConfig(block_size=arguments.block_size)  # raises for an invalid size
     suffix, output = 32, arguments.output_tokens
     room = spec.max_context - suffix - output
     if output < 1:
@@ -264,7 +261,8 @@ def measure(report: Report, plan: Plan, console: Console) -> None:
             ask_tier(server, asker(server), len(texts), "ssd", phases["ssd"])
         bar.update(steps, description="starting a cache server")
         with cache_server(int(SERVER_TO_SPARE * plan.cpu_bytes)) as cache:
-            # On a busy machine the tier attaches and answers late, which must not count as a miss.
+            # The flags wait for the tier, which on a busy machine attaches and answers late, so
+            # that a late answer is no miss.
             late = ["--require-tiers", "--kv-offload-remote-lookup-seconds", "10"]
             words = plan.arguments(f"cpu,grpc://127.0.0.1:{cache.port}", *late)
             with ServedModel(words, server_log) as server:
@@ -272,7 +270,7 @@ def measure(report: Report, plan: Plan, console: Console) -> None:
                 ask = asker(server)
                 for document in range(len(texts)):
                     ask("remote: first engine", document, "prime")
-            # The first server has shut down normally, so the cache server has all blocks.
+            # The first server has ended normally, so the cache server has all blocks.
             with ServedModel(words, server_log) as server:
                 bar.advance(steps)
                 server.warm_up()
@@ -284,7 +282,7 @@ def measure(report: Report, plan: Plan, console: Console) -> None:
 def measure_costs(
     report: Report, sections: Sequence[str], model: Path, quick: bool, console: Console
 ) -> None:
-    """Run the sections without a server, in a child process; `no_hit` in several of them."""
+    """Run the sections without a server in a child process, and `no_hit` in several processes."""
     chosen = [name for name in sections if name in COSTS]
     if not chosen:
         return
@@ -313,9 +311,9 @@ def measure_costs(
 
 
 def measure_limits(directory: Path) -> dict[str, float]:
-    """This machine's limits, measured first, in 10⁹ a second: operations of a float32 matrix
-    product on all cores, bytes that one thread copies in memory, and bytes that one thread reads
-    from a new file without the page cache."""
+    """Return the machine's limits, in 10⁹ per second: operations of a float32 matrix product on all
+    cores, bytes that one thread copies in memory, and bytes that one thread reads from a new file
+    without the page cache."""
     before = torch.get_num_threads()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section `hybrid`: a model most of whose layers carry states, while the others attend.
+"""The section `hybrid`, for a model in which most layers have recurrent states, not attention.
 
-The section compares the time to the first token of one request at a time: with a long prefix in the
-tiers (K and V, and the states at its end), and computing everything. The model is made here: a
-small config.json of Qwen3.5's shape, with weights drawn at the engine's start."""
+The section compares the times to the first token of single requests: with a long prefix in the
+tiers (K and V, and the states at the end of the prefix), and with the whole prompt computed. The
+model is a small config.json in Qwen3.5's shape, with random weights made by the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .workbench import (
 )
 
 DTYPE = "float32"
-# Eight layers, of which every fourth attends: 120 MB in float32, and 1 MB of states.
+# Eight layers, of which every fourth has attention: 120 MB of weights in float32, 1 MB of states.
 CONFIG: Figures = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
@@ -62,14 +62,15 @@ _MAX_SEQS = 4
 
 
 def make_model(folder: Path) -> Path:
-    """Make the folder with the model's config.json; return the folder."""
+    """Write the model's config.json to `folder`, which is created; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder
 
 
 def hybrid(bench: Bench) -> tuple[Figures, dict[str, float]]:
-    """Measure the first token from each tier. Raises RunFailed if a tier brings too few tokens."""
+    """Measure the time to the first token with a prefix in each tier. Raises RunFailed if too few
+    tokens come from the tier."""
     model = make_model(bench.scratch / "hybrid")
     own, spec = bench.of_model(model), load_model_spec(model)
     states = state_bytes(spec.state, DTYPE)
@@ -90,8 +91,8 @@ def hybrid(bench: Bench) -> tuple[Figures, dict[str, float]]:
 def _first_tokens_from(bench: Bench, tier: str, num_pages: int) -> Figures:
     prefix = bench.scale.hybrid_prefix
     request_tokens = prefix + SUFFIX_TOKENS + 1
-    # Two questions leave this many blocks: a checkpoint of the states at the end of each question,
-    # and one at the end of the prefix.
+    # The blocks of two questions: their K and V, a checkpoint of the states at the end of each
+    # question, and a checkpoint at the end of the prefix.
     request = blocks_of(prefix) + 2 * blocks_of(SUFFIX_TOKENS + 1) + 3 * num_pages
     options = {
         "num_blocks": 1 + 2 * request,
@@ -111,8 +112,8 @@ def _first_tokens_from(bench: Bench, tier: str, num_pages: int) -> Figures:
         bench.plain(options) as plain,
         bench.tiered(options, *sizes, kv_offload_load="always") as engine,
     ):
-        # The second question about a prefix shows that it is shared, and makes the engine keep
-        # states at its end.
+        # With the second question, the engine detects that the prefix is shared, and keeps the
+        # states at the end of the prefix.
         known = prime(bench, engine, prefix, num_known, questions=2)
         next_known = itertools.cycle(known)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of `stratakv bench offload`: from answers to JSON, ratios and tables."""
+"""The figures, ratios, tables and pictures of `stratakv bench offload`."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _PLACES = {
     "ssd": "SSD, after a restart",
     "remote": "cache server",
 }
-# phase → the limit to compare its loads with
+# phase → the limit with which the rate of its loads is compared
 LOAD_LIMITS = {
     "cpu": "memory_copy_gb_per_second",
     "ssd": "disk_read_gb_per_second",
-    "remote": "memory_copy_gb_per_second",  # the cache server is on this host
+    "remote": "memory_copy_gb_per_second",  # the cache server is on the same host
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The work of a run: model, documents, questions and the sizes of the tiers."""
+    """The plan of a run: model, documents, questions and the sizes of the tiers."""
 
     model: Path
     num_documents: int
@@ -64,12 +64,12 @@ class Plan:
 
     @property
     def pool_blocks(self) -> int:
-        """Blocks for one whole request, a quarter of the next document, and the null block."""
+        """The blocks of the pool: a whole request, a quarter of a document, and the null block."""
         longest = self.prefix_tokens + self.suffix_tokens + self.output_tokens
         return 1 + int(1.25 * -(-longest // self.block_size))
 
     def serve_arguments(self, ssd_path: Path) -> list[str]:
-        """The command line of the server under test, with both local tiers."""
+        """Return the command line of the server under test, with the cpu and ssd tiers."""
         ssd = ["--kv-offload-ssd-path", str(ssd_path), "--kv-offload-ssd-bytes"]
         return self.arguments("cpu,ssd", *ssd, str(self.ssd_bytes))
 
@@ -79,17 +79,17 @@ class Plan:
             "--num-blocks", str(self.pool_blocks),
             "--block-size", str(self.block_size),
             "--kv-offload-cpu-bytes", str(self.cpu_bytes),
-            "--kv-offload-load", "always",  # blocks must come from the phase's tier
+            "--kv-offload-load", "always",  # so that blocks come from the phase's tier
             "--max-model-len", str(self.prefix_tokens + self.suffix_tokens + self.output_tokens),
-            # The CPU's number type: all phases must give the same tokens, and bfloat16 sums have
-            # another order if fewer tokens are computed.
+            # The type is float32, because all phases must give the same tokens: with fewer computed
+            # tokens, sums have another order, which matters in bfloat16.
             "--device", self.device, "--dtype", "float32",
         ]  # fmt: skip
 
 
 @dataclass(slots=True)
 class Phase:
-    """The answers of one phase, and the seconds that loading took."""
+    """The answers of one phase, and the seconds of loading."""
 
     answers: list[StreamedAnswer] = field(default_factory=list)
     seconds_loading: float = 0.0
@@ -106,7 +106,7 @@ class Phase:
 
 
 def fill_report(report: Report, plan: Plan, spec: ModelSpec, phases: dict[str, Phase]) -> None:
-    """Compute figures and ratios from the answers; `report.limits` must be measured before."""
+    """Compute figures and ratios from the answers; `report.limits` must have been set."""
     cold = median(phases["cold"].first_token_seconds)
     prompt_tokens = plan.prefix_tokens + plan.suffix_tokens
     names = {"model": plan.model.name, "pool_blocks": plan.pool_blocks}
@@ -130,18 +130,19 @@ def fill_report(report: Report, plan: Plan, spec: ModelSpec, phases: dict[str, P
 
 
 def prefill_flops(spec: ModelSpec, num_tokens: int) -> float:
-    """The operations of a causal forward pass over `num_tokens` tokens, with one row of logits."""
+    """Return the operations of a causal forward pass over `num_tokens` tokens and a row of
+    logits."""
     qkv = spec.hidden_size * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     out = spec.num_heads * spec.head_dim * spec.hidden_size
     mlp = 3 * spec.hidden_size * spec.intermediate_size
     products = 2.0 * spec.num_layers * (qkv + out + mlp) * num_tokens
-    # Scores and the weighted sum of values, for half of the square.
+    # The products for scores and weighted values, for half of all pairs of tokens.
     attention = 2.0 * spec.num_layers * spec.num_heads * spec.head_dim * num_tokens**2
     return products + attention + 2.0 * spec.hidden_size * spec.vocab_size
 
 
 def phase_figures(phase: Phase, cold_seconds_per_token: float) -> dict[str, object]:
-    """A row of the table. Saved seconds are cached tokens times the cold phase's seconds a
+    """Return a row of the table; saved seconds are cached tokens times the cold seconds per
     token."""
     first = phase.first_token_seconds
     cached = sum(answer.cached_tokens for answer in phase.answers)
@@ -158,7 +159,7 @@ def phase_figures(phase: Phase, cold_seconds_per_token: float) -> dict[str, obje
 
 
 def print_phases(report: Report) -> None:
-    """Print a table of the phases, and one of the rates with the machine's limits."""
+    """Print a table of the phases, and a table of the rates with the machine's limits."""
     rows = []
     for name, figures in report.figures["phases"].items():
         tiers = figures["cached_tokens_by_tier"]
@@ -246,8 +247,8 @@ def _row(name: str, figures: dict[str, Any]) -> list[str]:
 
 
 def plot_phases(report: Report, path: Path) -> Path:
-    """Draw bars of the median time to the first token by phase, each with the factor over the cold
-    phase, and with a whisker to the 99th percentile."""
+    """Draw bars of the median time to the first token by phase, with the cold phase's time over the
+    phase's time, and a whisker to the 99th percentile."""
     phases = report.figures["phases"]
     figure, panels = new_figure(1, 1, 3.2)
     axes = panels[0][0]
@@ -267,7 +268,7 @@ def plot_phases(report: Report, path: Path) -> Path:
 
 
 def plot_costs(report: Report, path: Path) -> Path:
-    """Draw bars of the ratios with gates, and the cells of the worst case if they were measured."""
+    """Draw bars of the ratios with gates, and the cells of the worst case, if measured."""
     names = [name for name in GATES if name in report.ratios]
     cells = report.figures.get(WORST_CASE, {})
     heights = [0.8 + 0.3 * len(names)] + [0.8 + 0.2 * len(cells)] * bool(cells)

@@ -14,14 +14,14 @@ from ..harness.report import chosen
 
 PHASES = "phases"  # time to the first token, over HTTP
 NO_HIT, WORST_CASE, CONVOY, STREAMING = "no_hit", "worst_case", "convoy", "streaming"
-HYBRID = "hybrid"  # on a model of its own
-COSTS = (NO_HIT, WORST_CASE, CONVOY, STREAMING, HYBRID)  # sections whose engines run in one process
+HYBRID = "hybrid"  # time to the first token of a hybrid model
+COSTS = (NO_HIT, WORST_CASE, CONVOY, STREAMING, HYBRID)  # sections without a server
 SECTIONS = (PHASES, *COSTS)
 
 GATES: Mapping[str, Gate] = {
     "no_hit_throughput": Gate(least=0.97),
     "no_hit_throughput_wall": Gate(least=0.97),
-    "no_hit_throughput_writing_all": Gate(least=0.97),  # while an SSD is filled for the first time
+    "no_hit_throughput_writing_all": Gate(least=0.97),  # with all blocks admitted to the SSD
     "worst_case": Gate(least=0.95),
     "worst_case_wall": Gate(least=0.95),
     "convoy": Gate(least=1.5),
@@ -29,10 +29,10 @@ GATES: Mapping[str, Gate] = {
     "step_time_while_streaming": Gate(most=1.05),
     "step_cpu_while_streaming": Gate(most=1.05),
 }
-# The lowest of two dozen medians lies below them by their scatter (0.008 with 15 pairs). So cells
-# this near to the gate take more pairs.
+# A worst_case cell with a ratio below this value takes more pairs: the lowest of two dozen medians
+# is below the true ratio by the scatter (0.008 with 15 pairs).
 NEAR_WORST_CASE = 0.97
-# Percentage of hits → pairs with hits, and the number of neighbouring pairs that have them.
+# Percentage of hits → (pairs with hits, consecutive pairs of a window).
 MIXES: Mapping[int, tuple[int, int]] = {0: (0, 2), 20: (1, 5), 50: (1, 2), 80: (4, 5)}
 NORMAL, SLOW = "normal", "slow"
 SPEEDS = (NORMAL, SLOW)
@@ -44,32 +44,31 @@ STREAMING_OUTPUT = 4
 
 @dataclass(frozen=True, slots=True)
 class CostScale:
-    """The numbers of tokens, requests and pairs of each section."""
+    """The numbers of tokens, requests and pairs in each section."""
 
     pairs: int
-    warm_up: int  # uncounted pairs before those
-    processes: int  # processes that measure no_hit one after the other
-    more_pairs: int  # further pairs, in worst_case cells near the gate
-    # The CPU tier has at least this many blocks if blocks pass through it. A quarter of the tier is
-    # one batch, which costs a commit, so a tiny tier would cost more than a real one.
+    warm_up: int  # uncounted pairs before the measured pairs
+    processes: int  # processes that measure no_hit, one after the other
+    more_pairs: int  # additional pairs of worst_case cells near the gate
+    # The least number of blocks of a CPU tier above an SSD. A quarter of the tier is one batch,
+    # which costs a commit, so a tiny tier would cost more than a tier of usual size.
     slab_blocks: int
-    # no_hit: unique prompts at the same time.
+    # no_hit: the number of unique prompts at the same time.
     requests: int
     prompt_tokens: int
     output_tokens: int
-    # worst_case: one request after the other. Prefix length → requests of a pair, enough of them to
-    # time.
+    # worst_case: prefix length → requests of a pair, one after the other, enough to time.
     prefixes: Mapping[int, int]
     mixes: tuple[int, ...]
-    # convoy: this many requests at the same time behind one prefix.
+    # convoy: the number of requests at the same time with one common prefix.
     convoy_requests: int
     convoy_prefix: int
     convoy_output: int
-    # streaming: steps of this many tokens.
+    # streaming: the number of tokens of a step.
     step_tokens: int
     long_prompts: int
     long_prompt_tokens: int
-    # hybrid: one request behind a prefix of this length.
+    # hybrid: the length of a request's prefix.
     hybrid_prefix: int
 
 
@@ -92,7 +91,7 @@ QUICK_COSTS = CostScale(
 
 
 def num_pairs(sections: Sequence[str], scale: CostScale) -> int:
-    """The number of all pairs with those for warm-up, without the further pairs of cells."""
+    """Return the number of all pairs, with warm-up pairs, without the additional pairs of cells."""
     usual = scale.warm_up + scale.pairs
     mixes = sum(scale.warm_up + pairs_of(mix, scale) for mix in scale.mixes)
     worst_case = len(scale.prefixes) * len(SPEEDS) * mixes
@@ -108,8 +107,7 @@ def num_pairs(sections: Sequence[str], scale: CostScale) -> int:
 
 
 def pairs_of(mix: int, scale: CostScale) -> int:
-    """The pairs of a mix of hits, so many that it has as many windows as other sections have
-    pairs."""
+    """Return the pairs for a mix of hits, with as many windows as other sections have pairs."""
     _, window = MIXES[mix]
     return scale.pairs + window - 1
 
@@ -120,7 +118,7 @@ def chosen_sections(text: str | None, quick: bool) -> list[str]:
 
 
 def check_context(model: Path, sections: Sequence[str], scale: CostScale) -> None:
-    """Raises ConfigError if the model's context is too short for the sections without a server."""
+    """Raise ConfigError if the model's context is too short for the sections without a server."""
     longest = {
         NO_HIT: scale.prompt_tokens + scale.output_tokens,
         WORST_CASE: max(scale.prefixes) + SUFFIX_TOKENS + WORST_CASE_OUTPUT,

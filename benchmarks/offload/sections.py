@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The costs of offloading without hits, and its gains if requests come together.
+"""The sections of `stratakv bench offload` without a server: costs without hits, and gains.
 
-    no_hit      unique prompts at the same time; pool and tiers are always full: with the default
-                admission filter after the SSD was written over once by blocks that are never
-                read, and with everything admitted to the SSD
-    worst_case  one request after the other, some with prefixes on the SSD, as it is and a hundred
-                times slower; by prefix length and share of hits. A pair has only hits or
-                none; a ratio is of as many neighbouring pairs as give the share
-    convoy      requests at the same time behind one long prefix that the tiers have
-    streaming   the time of steps while blocks leave the pool ahead of need
-    hybrid      the time to the first token of a model whose layers carry states (`hybrid.py`)
+    no_hit      unique prompts at the same time, with full pool and tiers: with the default
+                admission filter, after the SSD has been written once with blocks that are never
+                read, and with all blocks admitted to the SSD
+    worst_case  one request after the other, some with prefixes on the SSD, at normal and at a
+                hundredth of the speed, by prefix length and share of hits. A pair has only hits or
+                no hits; a ratio is of as many consecutive pairs as give the share
+    convoy      requests at the same time with a common long prefix in the tiers
+    streaming   the time of steps while blocks are copied from the pool before their eviction
+    hybrid      the time to the first token of a model with recurrent states (`hybrid.py`)
 
-Every section compares, in pairs, an engine with tiers and the same engine without them. It runs in
-a child process that is set up like an engine core; no_hit runs in several, one after the other. The
-parent sends one order and reads a line after each pair, and at last the figures."""
+Every section compares, in pairs, an engine with tiers and the same engine without tiers. A section
+runs in a child process with the settings of an engine core; no_hit runs in several processes, one
+after the other. The parent sends one order, and reads a line after each pair and the final
+figures."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ _LEAST_BYTES = 64 * 2**20
 
 
 def read_seconds(folder: Path, layout: BlockLayout, count: int) -> float:
-    """The median seconds of reading `count` blocks in one batch. Raises RunFailed."""
+    """Return the median seconds of reading `count` blocks in one batch. Raises RunFailed."""
     store = SsdStore(folder, layout, max(_LEAST_BYTES, 2 * count * layout.slot_bytes))
     keys = [pack_key(number.to_bytes(32, "little")) for number in range(count)]
     buffers = make_buffers(count, layout)
@@ -97,14 +98,14 @@ def read_seconds(folder: Path, layout: BlockLayout, count: int) -> float:
 
 
 def expect_nothing_cached(pairs: Pairs, what: str) -> None:
-    """Raises RunFailed if the engine without tiers found any cached token."""
+    """Raise RunFailed if the engine without tiers found any cached token."""
     for run in pairs.without:
         if found := sum(run.cached_tokens.values()):
             raise RunFailed(f"{what}: the engine without tiers found {found} tokens cached")
 
 
 def no_hit(bench: Bench) -> tuple[Figures, dict[str, float]]:
-    """Measure prompts whose blocks all leave the pool and never come back."""
+    """Measure prompts whose blocks all leave the pool and are never loaded."""
     pairs, figures = _no_hit(bench, DEFAULT_FILTER)
     pairs_of_all, figures["writing_all"] = _no_hit(bench, "all")
     return figures, {
@@ -115,7 +116,7 @@ def no_hit(bench: Bench) -> tuple[Figures, dict[str, float]]:
 
 
 def _no_hit(bench: Bench, admission: str) -> tuple[Pairs, Figures]:
-    """Pairs and figures with one admission filter, after the SSD was written over once."""
+    """Return pairs and figures with one admission filter, after the SSD has been written once."""
     scale = bench.scale
     request_tokens = scale.prompt_tokens + scale.output_tokens
     round_blocks = scale.requests * blocks_of(request_tokens)
@@ -134,7 +135,7 @@ def _no_hit(bench: Bench, admission: str) -> tuple[Pairs, Figures]:
 
         for _ in range(2 + (pool + slab + bench.ssd_room(ssd)) // round_blocks):
             engine.run(prompts(), params)
-            engine.rest()  # if the disk were behind, the slab would lose unwritten blocks
+            engine.rest()  # otherwise the slab would evict blocks before the disk has them
         before = engine.stats()["stored_blocks"]
         pairs = bench.pairs(
             "no hits", engine, plain,
@@ -221,7 +222,7 @@ def _cell(
     params = greedy(WORST_CASE_OUTPUT)
 
     def prompts_of(number: int) -> Prompts:
-        # Hits are spread evenly: a pair has hits if its running share passes a whole number.
+        # Evenly distributed hits: a pair has hits if the running sum of shares passes an integer.
         is_hit = (number + 1) * hits // window > number * hits // window
         heads = [next(known) if is_hit else bench.tokens(prefix) for _ in range(requests)]
         return [head + bench.tokens(SUFFIX_TOKENS) for head in heads]
@@ -245,7 +246,7 @@ def _num_found(engine: MeasuredEngine) -> int:
 
 
 def convoy(bench: Bench) -> tuple[Figures, dict[str, float]]:
-    """Compare loading one prefix for several prompts, from each tier, with computing it once."""
+    """Compare one load of a prefix for several prompts, from each tier, with one computation."""
     figures = {tier: _convoy_from(bench, tier) for tier in ("cpu", "ssd")}
     ratios = {f"convoy_from_{tier}": figures[tier]["wall_ratio"] for tier in figures}
     return figures, {"convoy": min(ratios.values()), **ratios}
@@ -323,9 +324,9 @@ def streaming(bench: Bench) -> tuple[Figures, dict[str, float]]:
 
 
 def full_steps(run: Run, without: Run, tokens: int) -> dict[str, float]:
-    """Medians over the steps of `tokens` tokens in which blocks left the pool, and over the same
-    steps of the engine without tiers. Raises RunFailed if the engines' steps differ, or if no block
-    left the pool."""
+    """Return medians over the steps of `tokens` tokens in which blocks left the pool, and over the
+    same steps of the engine without tiers. Raises RunFailed if the engines' steps differ, or if no
+    block left the pool."""
     if [step.tokens for step in run.steps] != [step.tokens for step in without.steps]:
         raise RunFailed("streaming: the engines did not compute the same steps")
     chosen = [
@@ -357,8 +358,8 @@ MEASURE: Mapping[str, Callable[[Bench], tuple[Figures, dict[str, float]]]] = {
 def measure_in_child(
     sections: Sequence[str], model: Path, scratch: Path, quick: bool, told: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run the sections in a child process. `told` is called after every pair with its section's
-    name. Returns `{"figures": {section: ...}, "ratios": {name: value}}`. Raises PeerFailed."""
+    """Run the sections in a child process. `told` is called after every pair, with the pair's
+    section. Returns `{"figures": {section: ...}, "ratios": {name: value}}`. Raises PeerFailed."""
     order = {"sections": list(sections), "model": str(model), "scratch": str(scratch)}
     with Child(["-m", __name__], scratch / "child.log", "the measuring process") as child:
         child.send(order | {"quick": quick})
@@ -370,7 +371,7 @@ def measure_in_child(
 def measure_here(
     sections: Sequence[str], model: Path, scratch: Path, quick: bool, told: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run the sections in this process, as `measure_in_child` does. Raises RunFailed and
+    """Run the sections in this process, like `measure_in_child`. Raises RunFailed and
     OtherTokens."""
     figures, ratios = {}, {}
     for name in sections:
@@ -383,7 +384,7 @@ def measure_here(
 def main() -> int:
     """Run the child process: read the order, measure, and write the results."""
     tell = answerer()
-    # Closing has no time for writing blocks back, on purpose; this hides the warning.
+    # The log level hides the warning that engines close without writing blocks back.
     logging.basicConfig(level=logging.ERROR)
     order = json.loads(sys.stdin.readline())
     given = order["sections"], Path(order["model"]), Path(order["scratch"]), order["quick"]

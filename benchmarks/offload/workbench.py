@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared parts of the sections of `stratakv bench offload`: engines, texts, tiers, pairs.
+"""The common parts of the sections without a server: engines, prompts and pairs.
 
 A pair is a run of an engine with tiers and a run of the same engine without tiers, with equal
-prompts. Both must give the same tokens. If the engines find different tokens cached, they compute
-different batches and round differently. If then the two likeliest tokens are almost equally likely,
-either may come. Such a tie is counted; any other difference stops the benchmark.
+prompts. The two engines must give the same tokens. Engines with different cached tokens compute
+different batches, which round differently. So the engines' tokens may differ if two tokens are
+almost equally likely; such a tie is counted. Any other difference stops the benchmark.
 
-Engines are stepped in this process without a server, one at a time. The cost of a run with tiers
-includes their threads, also the work after the last token, up to the engine's next run. An engine
-without tiers has no such threads."""
+The benchmark steps engines in its own process, one engine at a time. The cost of a run with tiers
+includes the tiers' threads, also their work after the last token, until the engine's next run. An
+engine without tiers has no such threads."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from .scale import SUFFIX_TOKENS, CostScale
 Prompts = Sequence[Sequence[int]]
 WrapStore = Callable[[StoreTier], StoreTier]
 
-# Far longer than any run takes.
+# The deadline of a run, which is far longer than any run.
 RUN_SECONDS = 300.0
-# After a run, completions are processed until none comes for _QUIET_SECONDS, for _SETTLE_SECONDS at
-# most.
+# After a run, completions of copies and disk I/O are processed until there is no completion for
+# _QUIET_SECONDS, but for at most _SETTLE_SECONDS.
 _QUIET_SECONDS = 0.01
 _SETTLE_SECONDS = 0.5
 _REST_SECONDS = 60.0
@@ -61,28 +61,28 @@ class Step:
     tokens: int
     wall_seconds: float
     thread_seconds: float  # processor seconds of the thread that steps the engine
-    stored_blocks: int  # blocks that left the pool for the slab
+    stored_blocks: int  # blocks that were copied from the pool to the slab
 
 
 @dataclass(slots=True)
 class Run:
-    """The answers to some prompts, in their order, and their costs."""
+    """The answers to some prompts, in the order of the prompts, and the costs."""
 
     token_ids: list[list[int]]
     cached_tokens: Counter[str] = field(default_factory=Counter)  # by tier, over all prompts
     cpu_seconds: float = 0.0
     wall_seconds: float = 0.0
-    steps: list[Step] = field(default_factory=list)  # if the run watches steps
+    steps: list[Step] = field(default_factory=list)  # if the run records steps
 
 
 class _Threads:
-    """Processor time of all threads of this process except the one that steps engines."""
+    """The processor time of all threads of this process except the thread that steps engines."""
 
     def __init__(self) -> None:
         self._charged = self._now()
 
     def take(self) -> float:
-        """Processor seconds of these threads since the last call."""
+        """Return the processor seconds of the threads since the last call."""
         before, self._charged = self._charged, self._now()
         return self._charged - before
 
@@ -91,7 +91,7 @@ class _Threads:
 
 
 class MeasuredEngine:
-    """An engine core. `wrap_store` wraps each store below its slab."""
+    """An engine core whose runs are measured. `wrap_store` wraps each store below the slab."""
 
     def __init__(
         self, model: Path, options: dict[str, Any], wrap_store: WrapStore | None = None
@@ -104,7 +104,7 @@ class MeasuredEngine:
 
         with patch.object(assemble, "open_stores", open_stores):
             self.core = EngineCore(engine_config(model, {"dtype": "float32"} | options))
-        settle_collector()  # as an engine's process does
+        settle_collector()  # as in an engine's process
         self.has_tiers = "kv_offload" in options
         self._threads = _Threads()
         self._wake = threading.Event()
@@ -134,7 +134,7 @@ class MeasuredEngine:
         return run
 
     def likeliest(self, context: Sequence[int], count: int) -> dict[int, float]:
-        """The `count` likeliest next tokens, with their log-probabilities."""
+        """Return the `count` likeliest next tokens, with their log-probabilities."""
         packed = np.asarray(context, "<i4").tobytes()
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=count)
         request = AddRequest("likeliest", packed, params, skip_reading_prefix_cache=True)
@@ -143,13 +143,13 @@ class MeasuredEngine:
         while self.core.has_work():
             for output in self.core.step():
                 for each in output.logprobs or ():
-                    # The chosen token comes first, and once more at its rank.
+                    # The first entry, the chosen token, is repeated at its rank.
                     found = dict(zip(each.token_ids[1:], each.logprobs[1:], strict=True))
-        self.forget("pool")  # the next request must find nothing cached
+        self.forget("pool")  # so that the next request finds nothing cached
         return found
 
     def rest(self) -> None:
-        """Wait until no block is on its way to or from a store. Raises RunFailed."""
+        """Wait until no store reads or writes blocks. Raises RunFailed."""
         deadline = time.monotonic() + _REST_SECONDS
         while True:
             self._settle()
@@ -160,7 +160,7 @@ class MeasuredEngine:
                 raise RunFailed(f"a tier was still at work after {_REST_SECONDS:g} s")
 
     def forget(self, scope: str) -> None:
-        """Reset the prefix cache: "pool", or "all" for the tiers too."""
+        """Reset the prefix cache of the pool ("pool"), or of pool and tiers ("all")."""
         self.core.call("reset_prefix_cache", scope)
 
     def stats(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class MeasuredEngine:
         return found
 
     def close(self) -> None:
-        """Shut down without writing blocks back, since no later request loads them."""
+        """Shut down without writing blocks back, because no later request loads the blocks."""
         self.core.shutdown(0.0)
 
     def _answer(
@@ -217,7 +217,7 @@ class MeasuredEngine:
                 del names[output.request_id]
 
     def _settle(self) -> None:
-        """Process ended copies and disk I/O, so that the next run begins with none left."""
+        """Process ended copies and disk I/O, so that none are left for the next run."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < deadline:
             while self.core.has_work() and time.monotonic() < deadline:
@@ -229,13 +229,13 @@ class MeasuredEngine:
 
 BLOCK_SIZE = 16
 _SEED = 7
-# The number of prefixes that are asked for in turn exceeds those that the slab holds by
-# _MORE_KNOWN. FILLERS further prompts push the last of them out of the pool.
+# A section uses, in turn, _MORE_KNOWN more prefixes than fit into the slab. FILLERS other prompts
+# evict the last prefixes from the pool.
 _MORE_KNOWN = 4
 FILLERS = 3
 _MIN_SSD_BYTES = 64 * 2**20
 
-# Of log-probabilities; float32 rounding in this model is a hundred times smaller.
+# The largest difference of log-probabilities in a tie; float32 rounding is a hundred times smaller.
 TIE = 1e-3
 
 Figures = dict[str, Any]
@@ -243,12 +243,12 @@ Ask = Callable[[MeasuredEngine, Prompts], Run]
 
 
 class OtherTokens(RuntimeError):
-    """An engine with tiers gave other tokens than one without."""
+    """An engine with tiers gave other tokens than the engine without tiers."""
 
 
 @dataclass(slots=True)
 class Pairs:
-    """The runs of all pairs. A ratio is that of `window` neighbouring pairs together."""
+    """The runs of all pairs. A ratio is that of `window` consecutive pairs together."""
 
     with_tiers: list[Run] = field(default_factory=list)
     without: list[Run] = field(default_factory=list)
@@ -256,8 +256,8 @@ class Pairs:
     window: int = 1
 
     def ratios(self, cost: str) -> list[float]:
-        """Costs without tiers divided by costs with tiers, one ratio for each window. `cost` is the
-        name of a field of `Run`."""
+        """Return the costs without tiers divided by the costs with tiers, one ratio for each
+        window. `cost` is the name of a field of `Run`."""
         sides = [[getattr(run, cost) for run in runs] for runs in (self.without, self.with_tiers)]
         return [
             sum(sides[0][i : i + self.window]) / sum(sides[1][i : i + self.window])
@@ -266,8 +266,7 @@ class Pairs:
 
     @property
     def cpu_ratio(self) -> float:
-        """The median ratio of processor seconds. It holds for each token too, since both engines
-        answer with the same tokens."""
+        """The median ratio of processor seconds, also per token, because the tokens are equal."""
         return median(self.ratios("cpu_seconds"))
 
     @property
@@ -275,7 +274,7 @@ class Pairs:
         return median(self.ratios("wall_seconds"))
 
     def figures(self, tokens: int) -> dict[str, Any]:
-        """The JSON entries; `tokens` is the number of prompt and output tokens of one run."""
+        """Return the JSON entries; `tokens` is the prompt and output tokens of one run."""
         found: Counter[str] = Counter()
         for run in self.with_tiers:
             found.update(run.cached_tokens)
@@ -314,8 +313,8 @@ def take_pairs(
     more: int = 0,
     needs_more: Callable[[Pairs], bool] = lambda _: False,
 ) -> Pairs:
-    """Take pairs; the engine that runs first changes with each pair. `more` pairs follow if
-    `needs_more` says so. Raises OtherTokens and RunFailed."""
+    """Run pairs; the engine that runs first alternates. `more` pairs follow if `needs_more` returns
+    true. Raises OtherTokens and RunFailed."""
     taken = Pairs(window=window)
     number, total = -1, warm_up + pairs
     while (number := number + 1) < total:
@@ -337,7 +336,7 @@ def take_pairs(
 def count_ties(
     plain: MeasuredEngine, prompts: Prompts, got: list[list[int]], expected: list[list[int]]
 ) -> int:
-    """The number of answers that differ by a tie. Raises OtherTokens for any other difference."""
+    """Return how many answers differ by a tie. Raises OtherTokens for other differences."""
     ties = 0
     for prompt, tokens, others in zip(prompts, got, expected, strict=True):
         if tokens == others:
@@ -357,13 +356,13 @@ def count_ties(
 
 
 def _is_tie(plain: MeasuredEngine, context: Sequence[int], token: int, other: int) -> bool:
-    """Whether `token` and `other` are the likeliest after `context` and almost equally likely."""
+    """Whether `token` and `other` are the likeliest after `context`, almost equally likely."""
     likeliest = plain.likeliest(context, 2)
     return likeliest.keys() == {token, other} and abs(likeliest[token] - likeliest[other]) < TIE
 
 
 class Bench:
-    """Engines, texts and pairs of a section. `told` is called after each pair."""
+    """The engines, prompts and pairs of a section. `told` is called after each pair."""
 
     def __init__(
         self, model: Path, scratch: Path, scale: CostScale, told: Callable[[str], None]
@@ -379,11 +378,11 @@ class Bench:
         self._numbers = itertools.count()
 
     def of_model(self, model: Path) -> Bench:
-        """A bench for another model, with the same folder and scale."""
+        """Return a bench for another model, with the same folder and scale."""
         return Bench(model, self.scratch, self.scale, self._told)
 
     def tokens(self, count: int) -> list[int]:
-        """New random token ids, which no engine has seen."""
+        """Return new random token ids, which no engine has had in a prompt."""
         drawn: list[int] = self._rng.integers(1, self._vocabulary, count, np.int32).tolist()
         return drawn
 
@@ -397,8 +396,8 @@ class Bench:
         window: int = 1,
         needs_more: Callable[[Pairs], bool] = lambda _: False,
     ) -> Pairs:
-        """Take as many pairs as give one window for each pair of the scale; `more_pairs` follow if
-        `needs_more` says so."""
+        """Run as many pairs as give one window for each pair of the scale; `more_pairs` follow if
+        `needs_more` returns true."""
         scale = self.scale
         return take_pairs(
             engine, plain, prompts_of, ask, window=window,
@@ -407,18 +406,18 @@ class Bench:
         )  # fmt: skip
 
     def slab_for(self, request_blocks: int) -> tuple[int, int]:
-        """The slab's size in blocks, and a number of prefixes of that length that exceeds the
-        slab."""
+        """Return the slab's size in blocks, and a number of prefixes of `request_blocks` blocks
+        that does not fit into the slab."""
         slab = max(2 * request_blocks, self.scale.slab_blocks)
         return slab, slab // request_blocks + _MORE_KNOWN
 
     def ssd_room(self, blocks: int) -> int:
-        """The blocks of an SSD tier made for `blocks`; a tier has a minimum size."""
+        """Return the size, in blocks, of an SSD tier for `blocks`; a tier has a minimum size."""
         return max(blocks, _MIN_SSD_BYTES // self.layout.slot_bytes)
 
     @contextmanager
     def plain(self, options: Figures) -> Iterator[MeasuredEngine]:
-        """An engine without tiers, with one compute thread; it is closed on exit."""
+        """Yield an engine without tiers, with one compute thread; the engine is closed on exit."""
         with closing(MeasuredEngine(self._model, {"num_threads": 1, **options})) as engine:
             yield engine
 
@@ -431,7 +430,7 @@ class Bench:
         wrap_store: WrapStore | None = None,
         **more: Any,
     ) -> Iterator[MeasuredEngine]:
-        """The same engine with tiers of these sizes; `more` are further options."""
+        """Yield the engine of `plain` with tiers of these sizes and the options `more`."""
         slot_bytes = self.layout.slot_bytes
         disk = self.scratch / f"ssd{next(self._numbers)}"
         tiers: Figures = {"kv_offload": "cpu", "kv_offload_cpu_bytes": cpu_blocks * slot_bytes}
@@ -448,27 +447,27 @@ class Bench:
             engine.forget("all")
         finally:
             engine.close()
-            shutil.rmtree(disk, ignore_errors=True)  # a store may have gigabytes, and more follow
+            shutil.rmtree(disk, ignore_errors=True)  # a store may have gigabytes
 
 
 def blocks_of(tokens: int) -> int:
-    """The number of blocks that so many tokens occupy, with the last, partly filled one."""
+    """Return the number of blocks of `tokens` tokens, with a partly filled last block."""
     return -(-tokens // BLOCK_SIZE)
 
 
 def greedy(output_tokens: int) -> SamplingParams:
-    """Parameters for a greedy answer of exactly `output_tokens` tokens."""
+    """Return parameters for a greedy answer of exactly `output_tokens` tokens."""
     return SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
 
 
 def prime(
     bench: Bench, engine: MeasuredEngine, prefix: int, count: int, *, questions: int = 1
 ) -> list[list[int]]:
-    """Prefixes that have moved from the pool to the tiers, after `questions` questions about
-    each."""
+    """Return prefixes that have been moved from the pool to the tiers, after `questions` questions
+    about each prefix."""
     known = [bench.tokens(prefix) for _ in range(count)]
     for text in (*known, *[bench.tokens(prefix) for _ in range(FILLERS)]):
         for _ in range(questions):
             engine.run([text + bench.tokens(SUFFIX_TOKENS)], greedy(1))
-        engine.rest()  # a slab that is refilled faster than the disk writes loses blocks
+        engine.rest()  # otherwise the slab would evict blocks before the disk has them
     return known

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `stratakv bench sampling`; the package's docstring describes the measurements."""
+"""The command `stratakv bench sampling`; the package's docstring describes the measurements."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GATES = {
 }
 THEIR_ROWS = 16
 END = 2  # the token id that ends an answer
-PROMPT, OUTPUT = 256, 64  # tokens of each request
+PROMPT, OUTPUT = 256, 64  # tokens of each request's prompt and output
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class Scale:
     rows: int
     vocab_size: int
     rounds: int
-    decodes: tuple[int, ...]  # numbers of requests of the embedded model's decode steps
-    step_rounds: int  # rounds of those steps
-    hostile_steps: int  # steps in which requests wait beside hostile grammars
+    decodes: tuple[int, ...]  # numbers of requests in the embedded model's decode steps
+    step_rounds: int  # rounds of the decode steps
+    hostile_steps: int  # measured steps during hostile grammars
     hostile_rounds: int
 
 
@@ -70,12 +70,12 @@ class Requests:
         self.texts = random.integers(3, scale.vocab_size, (scale.rows, PROMPT + OUTPUT))
         self.biases = random.integers(3, scale.vocab_size, (scale.rows, 8))
         self.bad_words = random.integers(3, scale.vocab_size, (scale.rows, 4))
-        self.bad_words[:, 1] = self.texts[:, -1]  # one sequence that the next token may complete
+        self.bad_words[:, 1] = self.texts[:, -1]  # begins a banned pair
         logits = random.standard_normal((scale.rows, scale.vocab_size), np.float32)
         self.logits = torch.from_numpy(logits).mul_(3.0)
 
     def update(self, **wishes: Any) -> BatchUpdate:
-        """An update that adds all requests; `wishes` replaces or extends their own parameters."""
+        """Return an update that adds all requests, with `wishes` added to their parameters."""
         added = []
         for row, text in enumerate(self.texts):
             params = SamplingParams(max_tokens=1024, **self._own(row, wishes))
@@ -98,16 +98,16 @@ class Requests:
 
 
 class TimedComparison(NamedTuple):
-    """A comparison, and the timers of both sides."""
+    """A comparison, and the timer of each side."""
 
     comparison: Comparison
     ours: Timer
     limit: Timer
 
     def take(self, report: Report, rounds: int) -> None:
-        """Add the figures, in processor time and by the clock."""
+        """Measure `rounds` rounds, and add the figures in processor time and in wall-clock time."""
         take_rounds(self.comparison, rounds).add_to(report)
-        # The first call of each side is a warm-up.
+        # The first call of each side is a warm-up and left out.
         clock = median(ratios(self.ours.by_clock[1:], self.limit.by_clock[1:]))
         report.figures["by_clock"][self.comparison.name] = clock
 
@@ -143,7 +143,7 @@ def all_features(requests: Requests) -> TimedComparison:
     def ours() -> float:
         logits, made = requests.logits.clone(), []
         seconds = ours_timer.rate_of(lambda: made.append(sampler.sample(logits, requests.rows)))
-        banned = requests.bad_words[:, [0, 2]]  # the end of each banned pair is banned here too
+        banned = requests.bad_words[:, [0, 2]]  # with the end of each banned pair
         tokens = np.array(made[0].token_ids)
         if not all(made[0].has_choice) or (tokens[:, None] == banned).any() or END in tokens:
             raise WrongWork("a token was drawn that its request bans")
@@ -158,8 +158,9 @@ def all_features(requests: Requests) -> TimedComparison:
 
 
 def processors(requests: Requests) -> TimedComparison:
-    """Compare two sets of processors that make the same five changes to the logits of each row. The
-    time of transformers' processors grows with the rows, so they get only THEIR_ROWS of them."""
+    """Compare StrataKV's logits processors with those of transformers, for the same five changes to
+    the logits of each row. The time of transformers' processors grows with the rows, so their batch
+    has only THEIR_ROWS rows."""
     scale = requests.scale
     context = ProcessorContext(scale.rows, scale.vocab_size, (END,))
     batch = ProcessorSet.built_in(context)
@@ -201,7 +202,7 @@ def _sampler(requests: Requests, **wishes: Any) -> Sampler:
 
 
 def _their_processors(added: AddedRow) -> Any:
-    """The processors of transformers for one request's parameters, in our order."""
+    """Return transformers' processors for one request's parameters, in StrataKV's order."""
     from transformers.generation import logits_process as theirs
 
     params = added.params
@@ -219,7 +220,7 @@ def _their_processors(added: AddedRow) -> Any:
 
 
 def print_sampling(report: Report) -> None:
-    """Print both sides, the ratio and the gate of each figure."""
+    """Print, for each figure, the values of the two sides, the ratio and the gate."""
     rows = []
     for name, gate in GATES.items():
         comparison, ratio = report.figures["contests"][name], report.ratios[name]
@@ -262,7 +263,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @torch.inference_mode()
 def measure(report: Report, scale: Scale) -> None:
-    """Measure all figures and fill the report. Raises WrongWork if results of both sides differ."""
+    """Measure all figures and fill the report. Raises WrongWork if two sides' results differ."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

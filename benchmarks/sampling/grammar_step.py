@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps whose answers follow a JSON schema, compared with steps without one.
+"""The case of decode steps with a JSON schema for the answers, and of steps without a schema.
 
-Two cores on the embedded model decode equally many requests with the same prompts. A round is some
-steps of each core. The compared cost is the processor time of all threads of the process, including
-those that make masks beside the forward pass. The ratio of wall-clock times is reported too."""
+Two engine cores with the embedded model decode the same number of requests with the same prompts. A
+round is some steps of each core. The compared cost is the processor time of all threads of the
+process, including threads that compute masks during the forward pass. Wall-clock ratios are
+reported too."""
 
 from __future__ import annotations
 
@@ -27,13 +28,13 @@ from ..harness.report import Report, median, ratios
 from ..harness.timer import Timer
 
 PROMPT = 64  # tokens
-STEPS_FIRST = 8  # before counting: prompts are computed and first masks made
-STEPS = 4  # in a round: few, so that other work of the machine affects both sides
+STEPS_FIRST = 8  # uncounted tokens, while prompts and first masks are computed
+STEPS = 4  # steps in a round; few, so that other work affects the two sides equally
 START_SECONDS = 120.0
-# On a busy machine the first masks of some requests come late. Requests that are ahead have room
-# for more tokens, and the core is then stepped less often.
+# On a busy machine, the first masks of some requests come late. Requests that have started have
+# space for so many more tokens, and the core pauses for so many seconds between steps.
 ROOM_AHEAD, AHEAD_SECONDS = 400, 0.25
-# A list, as agents ask for, that is longer than any round needs.
+# The schema of a list, as agents request, that is longer than all rounds.
 SCHEMA: dict[str, Any] = {
     "type": "array",
     "minItems": 100,
@@ -54,7 +55,7 @@ SCHEMA: dict[str, Any] = {
 
 @dataclass(slots=True)
 class Decodes:
-    """A core whose requests all decode, one token each in a step."""
+    """An engine core whose requests all decode, one token per request and step."""
 
     core: EngineCore
     num_rows: int
@@ -85,7 +86,7 @@ class Decodes:
                 time.sleep(AHEAD_SECONDS)
 
     def run(self, steps: int) -> float:
-        """Run `steps` steps; return processor seconds of all threads."""
+        """Run `steps` steps; return the processor seconds of all threads."""
         outputs: list[list[TokenOutput]] = []
 
         def work() -> None:
@@ -106,8 +107,8 @@ class Decodes:
 
 
 def grammar_step(report: Report, name: str, sizes: Sequence[int], rounds: int) -> None:
-    """Measure all sizes; the figure `name` is that of the size with the highest ratio. The report
-    has all sizes. Raises WrongWork."""
+    """Measure all sizes, and add all to the report; the figure `name` is that of the size with the
+    highest ratio. Raises WrongWork."""
     outcomes, report.figures["grammar_steps"] = [], {}
     for rows in sizes:
         outcome, by_clock = compare(name, rows, rounds)
@@ -123,10 +124,11 @@ def grammar_step(report: Report, name: str, sizes: Sequence[int], rounds: int) -
 
 
 def compare(name: str, rows: int, rounds: int, backend: str = "auto") -> tuple[Outcome, float]:
-    """Rounds of STEPS steps in processor seconds, and the median ratio by the clock. Raises
-    WrongWork if an answer does not follow its schema."""
+    """Return rounds of STEPS steps in processor seconds, and the median ratio in wall-clock time.
+    Raises WrongWork if an answer does not follow its schema."""
     asked = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
-    # Requests start one after the other if their prompts do not fit into one step.
+    # Requests have more tokens than counted steps, because they start one after the other if their
+    # prompts do not fit into one step.
     num_tokens = 2 * STEPS_FIRST + rows + ROOM_AHEAD + (rounds + 2) * STEPS
     with (
         decodes(rows, num_tokens, backend, asked) as ours,
@@ -140,7 +142,7 @@ def compare(name: str, rows: int, rounds: int, backend: str = "auto") -> tuple[O
         tokenizer = Tokenizer.load(EMBEDDED_MODEL)
         for text in ours.texts.values():
             check_begins_as_asked(tokenizer.decode(text))
-        # The first call of each side is a warm-up.
+        # The first call of each side is a warm-up and left out.
         return outcome, median(ratios(ours.timer.by_clock[1:], free.timer.by_clock[1:]))
 
 
@@ -148,7 +150,7 @@ def compare(name: str, rows: int, rounds: int, backend: str = "auto") -> tuple[O
 def decodes(
     rows: int, num_tokens: int, backend: str, asked: StructuredOutputsParams | None
 ) -> Iterator[Decodes]:
-    """Decoding requests with room for `num_tokens` tokens each."""
+    """Yield decoding requests with space for `num_tokens` tokens each."""
     with open_core(rows, PROMPT + num_tokens, backend) as core:
         made = Decodes(core, rows)
         made.start(asked)
@@ -157,7 +159,7 @@ def decodes(
 
 @contextmanager
 def open_core(rows: int, length: int, backend: str) -> Iterator[EngineCore]:
-    """A core on the embedded model, with room for `rows` requests of `length` tokens."""
+    """Yield an engine core with the embedded model for `rows` requests of `length` tokens."""
     config = engine_config(EMBEDDED_MODEL, {
         "dtype": "float32", "num_threads": 1, "max_num_seqs": rows, "block_size": 16,
         "num_blocks": rows * (length // 16 + 2) + 1, "max_model_len": length,
@@ -172,7 +174,7 @@ def open_core(rows: int, length: int, backend: str) -> Iterator[EngineCore]:
 
 
 def check_begins_as_asked(text: str) -> None:
-    """Raises WrongWork unless the text begins a list of objects of the schema."""
+    """Raise WrongWork unless the text begins a list of objects of the schema."""
     first, end, _ = text.partition("}")
     if not end:
         is_right = first.replace(" ", "").startswith('[{"name":')

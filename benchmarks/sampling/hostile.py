@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wait of other requests for tokens while hostile grammars are compiled and followed.
+"""The case of requests that wait for tokens while hostile grammars are compiled and applied.
 
-Some requests decode in one core throughout. Meanwhile other requests come one after the other, each
-with a grammar that was made to explode, to recurse or to be huge. In the next round the same
-requests come without grammars. The figure is the 99th percentile of the wall-clock time between
-tokens with grammars, divided by that without. Every hostile request must end by itself, at its last
-token, or with an error. A third kind of round has no grammars but another process that only
-computes, at low priority: it shows what the machine itself costs."""
+Some requests decode in one engine core during the whole round. In a hostile round, other requests
+arrive one after the other, each with a grammar that is constructed to explode, to recurse or to be
+huge. In a round without grammars, the same requests arrive without grammars. The figure is the 99th
+percentile of the wall-clock time between tokens in hostile rounds, divided by that in rounds
+without grammars. Every hostile request must end at its last token or with an error. In a third kind
+of round, without grammars, another process computes at low priority, to measure the slowdown by
+load."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ from ..harness.comparison import Comparison, WrongWork, take_rounds
 from ..harness.report import Report, median, percentile, ratios
 from .grammar_step import open_core
 
-VICTIMS = 4  # requests that decode throughout
-EVERY = 10  # a hostile request comes each so many steps
+VICTIMS = 4  # requests that decode during the whole round
+EVERY = 10  # steps between the arrivals of two hostile requests
 PROMPT, HOSTILE_TOKENS = 32, 24
 CONTEXT = 4096
 END_SECONDS = 300.0
@@ -38,7 +39,7 @@ _FIRST_STEPS = 16
 
 
 def hostile_grammars(number: int) -> dict[str, dict[str, Any]]:
-    """A grammar of each kind; each `number` gives new grammars, which no cache holds."""
+    """Return a grammar of each kind; each `number` gives grammars that no cache contains."""
     letter, least = chr(ord("a") + number % 26), 100 + number
     deep: dict[str, Any] = {"type": "integer", "minimum": number}
     for _ in range(40):
@@ -68,7 +69,7 @@ def hostile_grammars(number: int) -> dict[str, dict[str, Any]]:
 
 
 class Beside:
-    """A core, the requests that decode in it, and how the requests beside them ended."""
+    """An engine core, its decoding requests, and the results of the requests with grammars."""
 
     def __init__(self, core: EngineCore, num_steps: int) -> None:
         self.core = core
@@ -77,7 +78,7 @@ class Beside:
         self._numbers = count()
         self._prompts = random.Random(23)
         self._victims: set[str] = set()
-        self._open: dict[str, str] = {}  # request id → kind, of the requests beside them
+        self._open: dict[str, str] = {}  # id of a request with a grammar → kind of grammar
 
     def round(self, *, is_hostile: bool) -> float:
         """Run a round; return the 99th percentile of the seconds between tokens."""
@@ -108,7 +109,7 @@ class Beside:
             waits.append(time.perf_counter() - began)
         self.core.abort_requests(self._victims)
         deadline = time.monotonic() + END_SECONDS
-        while self._open or self.core.has_work():  # all of it must end before the next round
+        while self._open or self.core.has_work():  # all requests must end before the next round
             if time.monotonic() > deadline:
                 raise WrongWork(f"these did not end: {', '.join(sorted(self._open))}")
             outputs = self.core.step() if self.core.has_work() else []
@@ -125,7 +126,7 @@ class Beside:
         return AddRequest(name, pack_token_ids(prompt), params)
 
     def _step(self) -> bool:
-        """Run one step; return whether a request that decodes throughout got a token."""
+        """Run one step; return whether a request of `_victims` got a token."""
         outputs = self.core.step()
         self._note(outputs)
         return any(output.request_id in self._victims for output in outputs)
@@ -154,7 +155,7 @@ _GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
 def hostile_beside(report: Report, name: str, num_steps: int, rounds: int) -> None:
-    """Measure the figure `name`, and how each kind of grammar ended. Raises WrongWork."""
+    """Measure the figure `name`, and record each kind of grammar's result. Raises WrongWork."""
     with open_core(VICTIMS + num_steps // EVERY + 1, CONTEXT, "auto") as core:
         beside = Beside(core, num_steps)
 

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench serve`: many clients at once over HTTP, in the figures of vLLM's benchmark.
+"""`stratakv bench serve`: many concurrent clients over HTTP, with the figures of vLLM's benchmark.
 
-First it runs five workloads, each from empty caches, on a server whose pool holds no more than the
-documents that are asked about, so that the lower tiers are used. Then it sends prompts that share
-nothing to a server with default settings, several times, in turn with the same work done by
-    engine                the engine alone, without HTTP: the limit
-    transformers_serial   transformers, one request after another
+First, five workloads, each with empty caches at the start, run on a server whose pool is not larger
+than the workloads' documents, so that the lower tiers are used. Then prompts without shared parts
+are sent to a server with default settings, several times, in turn with the same work in
+    engine                the engine without HTTP, which is the limit
+    transformers_serial   transformers, one request after the other
     transformers_padded   transformers, all requests in one padded batch
-with the same model, number type, number of threads, prompts and output lengths. Every side computes
-the prompts, and must make exactly the tokens asked for, or the run fails. With --peer-python only
-vLLM's CPU build and the engine alone take turns (`peer_engines.py`). With --limits only the engine
-alone and the limits of one request take turns (`limits.py`), and with --lora also steps with and
-without adapters (`lora_limits.py`)."""
+with the same model, number type, number of threads, prompts and output lengths. Every side must
+give exactly the requested number of tokens, or the run fails. With --peer-python, vLLM's CPU build
+is compared with the engine without HTTP (`peer_engines.py`). With --limits, the engine without HTTP
+is compared with the limits of one request (`limits.py`), and with --lora, steps with adapters are
+compared with steps without adapters (`lora_limits.py`)."""
 
 import argparse
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `stratakv bench serve`; the package's docstring describes the measurements."""
+"""The command `stratakv bench serve`; the package's docstring describes the measurements."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from .report import fill_comparison, load_figures, plot_serve, print_comparison,
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The work of a run: model, workloads, and the number of requests, in all and at once."""
+    """The plan of a run: model, workloads, total requests and concurrent requests."""
 
     model: Path
     workloads: tuple[str, ...]
     requests: int
     concurrency: int
-    request_rate: float | None  # requests a second; None for a closed loop
+    request_rate: float | None  # requests per second; None for a closed loop
     output_tokens: int
     rounds: int
     threads: int
@@ -55,7 +55,7 @@ class Plan:
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
-    """The plan of a run. Raises ConfigError for numbers that cannot work."""
+    """Return the plan of a run. Raises ConfigError for invalid numbers."""
     quick = arguments.quick
     threads = arguments.num_threads
     plan = Plan(
@@ -66,7 +66,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         request_rate=arguments.request_rate,
         output_tokens=_or(arguments.output_tokens, 32 if quick else 128),
         rounds=_or(arguments.rounds, 3 if quick else 5),
-        # The other core is for HTTP and for the clients.
+        # One core is left for HTTP and the clients.
         threads=_or(threads, max(1, len(os.sched_getaffinity(0)) - 1)),
         seed=arguments.seed,
     )
@@ -98,7 +98,7 @@ def _or(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-# The pool of the workloads' server, in tokens: the documents without the questions.
+# The size of the workloads' server's pool, in tokens: all documents without questions.
 POOL_TOKENS = 12 * 1024
 CPU_TIER, SSD_TIER = "256MiB", "1GiB"
 BLOCK_TOKENS = 16
@@ -107,17 +107,17 @@ NO_TRANSFORMERS = (
     "transformers is not installed, so nothing is held against it; "
     "run in a clone of StrataKV: pip install '.[test]'"
 )
-# Name of a side of the comparison → the mode that its peer gets.
+# Name of a side of the comparison → the argument `mode` of its peer.
 MODES = {"engine": "all", "transformers_padded": "padded", "transformers_serial": "serial"}
 
 
 class BenchmarkFailed(RuntimeError):
-    """Requests failed although the figure needs all of them."""
+    """Requests failed in a measurement that needs all requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """The model's tokenizer, in both directions."""
+    """The model's tokenizer: text to tokens, and tokens to text."""
 
     encode: Encoder
     decode: Decoder
@@ -129,7 +129,7 @@ class Coding:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run everything; return 0, or 1 after an error message. Raises ConfigError."""
+    """Run all measurements; return 0, or 1 after printing an error. Raises ConfigError."""
     if arguments.lora and not arguments.limits:
         raise ConfigError("--lora is of no use without --limits; add that or leave it out")
     if arguments.limits:
@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.peer_python is not None:
         return peer_engines.run_peer(arguments)
     plan = make_plan(arguments)
-    # No markup, because messages may contain '.[test]' and output of servers.
+    # No markup, because messages may contain '.[test]' and the output of servers.
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     report = Report("serve", "stratakv bench serve")
     report.figures["plan"] = asdict(plan) | {"model": plan.model.name}
@@ -186,7 +186,7 @@ def measure_workloads(
 def measure_comparison(
     plan: Plan, coding: Coding, scratch: Path, report: Report, console: Console
 ) -> None:
-    """Time the same prompts on every side, in turn, so that other work affects all sides."""
+    """Time the same prompts on every side, in turn: other work affects all sides equally."""
     prompts = unique_prompts(plan, coding)
     texts: dict[str, list[str]] = {}
     rates: dict[str, list[float]] = {}
@@ -216,15 +216,15 @@ def measure_comparison(
 
 
 def common_arguments(plan: Plan) -> list[str]:
-    """The arguments that both servers share."""
+    """Return the arguments that the two servers share."""
     threads, context = str(plan.threads), str(CONTEXT_TOKENS)
-    # The peers' number type, whatever the checkpoint has.
+    # The number type is that of the peers, even if the checkpoint has another type.
     common = ["--num-threads", threads, "--max-model-len", context, "--dtype", "float32"]
     return [str(plan.model), *common]
 
 
 def start_peers(plan: Plan, scratch: Path, stack: ExitStack, console: Console) -> dict[str, Peer]:
-    """Start the peers; return them by the names of their sides in the comparison."""
+    """Start the peers; return the peers by the names of their sides in the comparison."""
 
     def start(module: str) -> Peer:
         log = scratch / f"{module}.log"
@@ -239,7 +239,7 @@ def start_peers(plan: Plan, scratch: Path, stack: ExitStack, console: Console) -
 
 
 def unique_prompts(plan: Plan, coding: Coding) -> list[list[int]]:
-    """A prompt for each user; the prompts share nothing."""
+    """Return a prompt for each user; the prompts have no shared parts."""
     sessions = make_sessions("unique", coding.encode, coding.decode, plan.concurrency, plan.seed)
     return [session.token_ids for session in sessions if isinstance(session, PromptSession)]
 
@@ -247,7 +247,7 @@ def unique_prompts(plan: Plan, coding: Coding) -> list[list[int]]:
 def ask_http(
     server: ServedModel, prompts: Sequence[list[int]], max_tokens: int
 ) -> tuple[float, list[str]]:
-    """Send all prompts at the same time; return output tokens a second, and the texts in order."""
+    """Send all prompts at once; return output tokens per second, and the texts in order."""
     server.reset("all")
     sessions = [PromptSession(prompt) for prompt in prompts]
     target = Target(HOST, server.port, max_tokens)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--limits`: the work of one request compared with the machine's limits, in alternating rounds.
+"""`--limits` of `stratakv bench serve`: one request's work and the machine's limits, in turn.
 
-    decode        bytes of weights a second, against reading a buffer of that size
-    attention     bytes of K and V a second at a context of 4,000, against reading as many
-    prefill       products of matrices a second, against those matrices back to back
+    decode        bytes of weights per second; limit: reading a buffer of the same size
+    attention     bytes of K and V per second at a context of 4,000; limit: reading as many bytes
+    prefill       products per second; limit: the products of the model's matrices alone
 
-The model has random weights in the shape of Qwen3-0.6B, in bfloat16. There are two ways to read a
-buffer and two ways to multiply matrices (`limits_process.py`); the faster one is the limit. With
-`--lora` the cost of adapters on this model follows (`lora_limits.py`)."""
+The model has random weights in the shape of Qwen3-0.6B, in bfloat16. A buffer is read by two
+methods, and matrices are multiplied by two methods (`limits_process.py`); the faster method is the
+limit. With `--lora` the cost of adapters is measured too (`lora_limits.py`)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FLAG = "--limits"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A kind of work, its limits and its gate. The unit is 10⁹ a second."""
+    """A kind of work, its limits and its gate. The unit is 10⁹ per second."""
 
     work: str
     limit: str
@@ -68,7 +68,7 @@ class Plan:
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
-    """The plan of a run. Raises ConfigError for numbers that cannot work."""
+    """Return the plan of a run. Raises ConfigError for invalid numbers."""
     for name in _UNUSED:
         if getattr(arguments, name) is not None:
             flag = f"--{name.replace('_', '-')}"
@@ -94,7 +94,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
 
 
 def run_limits(arguments: argparse.Namespace) -> int:
-    """Run `--limits`; return 0, or 1 after an error message. Raises ConfigError."""
+    """Run `--limits`; return 0, or 1 after printing an error. Raises ConfigError."""
     plan = make_plan(arguments)
     words = f"{FLAG}{f' {LORA_FLAG}' * plan.has_lora}{' --quick' * arguments.quick}"
     report = Report("serve_limits", f"stratakv bench serve {words}")
@@ -136,7 +136,7 @@ def measure_limits(report: Report, plan: Plan, scratch: Path, console: Console) 
 
 
 def _by_processors(worker: Worker, case: Case, outcome: Outcome) -> dict[str, Any]:
-    """The ratio in processor seconds, which other work on the machine changes less."""
+    """Return the ratio in processor seconds, which other work on the machine changes less."""
     rounds = len(outcome.ours)
     ours, limit = (worker.processor_rates(work, rounds) for work in (case.work, outcome.strictest))
     found = ratios(ours, limit)
@@ -171,11 +171,11 @@ def _spread(quarters: Sequence[float]) -> str:
 
 
 def plot_limits(report: Report, path: Path) -> Path:
-    """Draw a bar for each case, by the clock and in processor seconds; at the right those of
-    adapters, if they were measured."""
+    """Draw a bar for each case, in wall-clock and in processor seconds; at the right, bars of
+    adapters, if measured."""
     has_lora = "adapters" in report.figures
     figure, [[axes, *others]] = plots.new_figure(1, 1 + has_lora, 3.4)
-    cases = {name: case for name, case in CASES.items() if name in report.ratios}  # of older ones
+    cases = {name: case for name, case in CASES.items() if name in report.ratios}  # of the report
     names = [name.removeprefix("limit_") for name in cases]
     found = report.figures["contests"]
     bars = {

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that does a model's work, and on request the work that is its limit.
+"""A process that does a model's work or the work of a limit, on request.
 
     {"model": path, "threads": n, "prompt_tokens": n, "decode_tokens": n, "context": n}
-                       the answer is the kernels' variant and the bytes of weights and of KV
+                       the answer is the kernels' variant, the bytes of weights and of KV
     {"work": name}     the answer is wall-clock seconds, processor seconds and the amount
 
-    decode          bytes of weights that the steps of one request have read
-    attention       bytes of K and V that one request's token has read in all layers
-    apart, alike    bytes of K and V that the tokens of 16 requests see in 4 layers; the requests
-                    have their own blocks, or share the blocks of all but their last 64 tokens
-    prefill         products of the matrices that a prompt has gone through
-    scan_weights    a buffer of the weights' size, by the C library's memchr, one piece a thread
-    sum_weights     the same by torch's sum of float32
-    scan_kv, sum_kv        as many bytes as K and V have
-    matrices        the prompt's matrices back to back, by the library of `kernels/cpu/`
-    matrices_torch  the same in float32 by torch, which multiplies bfloat16 far slower if the
-                    processor has no units for it
+    decode          bytes of weights that the steps of one request read
+    attention       bytes of K and V that one request's token reads in all layers
+    apart, alike    bytes of K and V that the tokens of 16 requests see in 4 layers. The requests
+                    have their own blocks, or share all blocks but those of the last 64 tokens
+    prefill         products of a prompt with all matrices of the model
+    scan_weights    bytes of a buffer of the weights' size, read by memchr, one piece per thread
+    sum_weights     the same bytes, read by torch's sum of float32
+    scan_kv, sum_kv   the same for a buffer of the size of K and V
+    matrices        the products of `prefill` alone, by the library of `kernels/cpu/`
+    matrices_torch  the same products in float32 by torch, which is far slower in bfloat16 if the
+                    processor has no bfloat16 units
 
-A buffer has at least four times the bytes of the largest cache, and pages as large as those of the
-weights. `matrices` uses the matrices of one layer again for each layer. They may stay in a cache
-that cannot hold the model's matrices, which can only raise the limit."""
+A buffer has at least four times the bytes of the largest cache, and the page size of the weights.
+`matrices` uses the matrices of one layer for all layers. These matrices may stay in a cache, unlike
+all matrices of the model, which can only raise the limit."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ BLOCK_TOKENS = 16
 DECODE_PROMPT_TOKENS = 8
 ALIKE_REQUESTS, ALIKE_CONTEXT, ALIKE_LAYERS, OWN_TOKENS = 16, 1024, 4, 64
 DTYPE = torch.bfloat16
-Work = Callable[[], float]  # the amount of work; only the call itself is timed
+Work = Callable[[], float]  # returns the amount of work; the call is timed
 
 
 @dataclass(slots=True)
 class Done:
-    """A finished piece of work."""
+    """The amount and the seconds of finished work."""
 
     amount: float
     seconds: float
@@ -74,8 +74,8 @@ class MeasuredWorks(Protocol):
 
 
 def weight_bytes(spec: ModelSpec) -> int:
-    """Bytes of all weights that a step reads; an embedding counts only if it is the output
-    matrix."""
+    """Return the bytes of all weights that a step reads; the embedding is included only if it is
+    also the output matrix."""
     return DTYPE.itemsize * sum(
         torch.Size(shape).numel()
         for name, shape in expected_tensors(spec).items()
@@ -84,7 +84,7 @@ def weight_bytes(spec: ModelSpec) -> int:
 
 
 def layer_matrices(spec: ModelSpec) -> list[tuple[int, int]]:
-    """(outputs, inputs) of each of a layer's matrices; gate and up have the same shape."""
+    """Return (outputs, inputs) of each matrix of a layer; gate and up have the same shape."""
     heads = spec.num_heads * spec.head_dim
     keys = spec.num_kv_heads * spec.head_dim
     hidden, inner = spec.hidden_size, spec.intermediate_size
@@ -93,7 +93,7 @@ def layer_matrices(spec: ModelSpec) -> list[tuple[int, int]]:
 
 
 class Reading:
-    """A buffer, and two ways to read the beginning of it."""
+    """A buffer, and two methods of reading its beginning."""
 
     def __init__(self, num_bytes: int, threads: int) -> None:
         self._threads = threads
@@ -105,7 +105,7 @@ class Reading:
         self._memchr.restype = ctypes.c_void_p
 
     def scan(self, num_bytes: int) -> float:
-        """Search for a byte that the buffer does not hold. Raises WrongWork if it is found."""
+        """Search for a byte that the buffer lacks. Raises WrongWork if the byte is found."""
         size, found = num_bytes // self._threads, list[int | None]()
 
         def piece(number: int) -> None:
@@ -129,8 +129,7 @@ class Reading:
 
 
 class Attention:
-    """Attention of a token of each request, in layers of a pool whose blocks are in random
-    order."""
+    """Attention of one token per request, in layers of a pool with blocks in random order."""
 
     def __init__(self, spec: ModelSpec, context: int, num_layers: int, requests: int = 1) -> None:
         blocks = -(-context // BLOCK_TOKENS) * requests
@@ -167,7 +166,7 @@ class Attention:
 
 
 class Matrices:
-    """Products of a prompt's rows with the matrices of all layers, with nothing in between."""
+    """Products of a prompt's rows with the matrices of all layers, without other computations."""
 
     def __init__(self, spec: ModelSpec, rows: int) -> None:
         self._num_layers, shapes = spec.num_layers, layer_matrices(spec)
@@ -197,10 +196,10 @@ class Matrices:
 
 
 class Works:
-    """All kinds of work, by name."""
+    """All kinds of work of `--limits`, by name."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
-        """Raises WrongWork without the compiled kernels."""
+        """Raise WrongWork without the compiled kernels."""
         library = cpu_library()
         if isinstance(library, Missing):
             raise WrongWork(f"the limits are those of compiled kernels, and {library.reason}")
@@ -264,7 +263,7 @@ class Works:
         return Done(amount, time.perf_counter() - clock, time.process_time() - processor)
 
     def _engine(self, prompt_tokens: int, decode_tokens: int) -> Done:
-        """Compute one new prompt up to its first token, or the tokens after that."""
+        """Run one new prompt; return the work of prefill or, with `decode_tokens`, of decode."""
         ids = torch.randint(3, self._vocab_size, (prompt_tokens,), generator=self._draw)
         self._side.forget()
         processor = time.process_time()
@@ -272,7 +271,7 @@ class Works:
         used = time.process_time() - processor
         if not decode_tokens:
             return Done(self._products, found["first_seconds"], used)
-        # Processor seconds are known only for both phases together. They are divided by wall-clock
+        # Processor seconds of prefill and decode are measured together, and split by wall-clock
         # time.
         share = found["decode_seconds"] / (found["decode_seconds"] + found["first_seconds"])
         tokens = found["decode_tokens"]
@@ -280,8 +279,8 @@ class Works:
 
 
 def answer_works(make: Callable[[dict[str, Any]], MeasuredWorks]) -> int:
-    """Make the works from the first line of the input, report them, then answer line by line until
-    the input ends."""
+    """Make the works from the first line of the input, write their description, then answer line by
+    line until the input ends."""
     tell = answerer()
     try:
         with torch.inference_mode():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: the child process that does the work of `--limits`, and the results of each kind."""
+"""Worker: the child process for the work of `--limits`, and the results of each kind of work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ START_SECONDS, ANSWER_SECONDS = 300.0, 300.0
 
 
 class Worker(Child):
-    """A child that runs a module of this package; `plan` is the first line that it gets."""
+    """A child process that runs a module of this package; `plan` is the first line of its input."""
 
     def __init__(self, module: str, plan: dict[str, Any], log: Path) -> None:
         super().__init__(["-m", module], log, "limits")
@@ -21,7 +21,7 @@ class Worker(Child):
         self.send(plan)
 
     def wait_ready(self) -> dict[str, Any]:
-        """Wait for the child; return its first answer. Raises PeerFailed."""
+        """Wait until the child is ready; return its first answer. Raises PeerFailed."""
         return self.read(START_SECONDS)
 
     def rate_of(self, work: str) -> Callable[[], float]:

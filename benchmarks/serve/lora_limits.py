@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--limits --lora`: times with adapters over times without them, in alternating pairs.
+"""`--limits --lora` of `stratakv bench serve`: the cost of adapters, as ratios of times.
 
-    lora_base_rows    decode steps of 64 requests without an adapter, by an engine whose slots all
-                      hold adapters, over the same by an engine that takes none
-    lora_mixed_64     decode steps of 64 requests over four adapters of rank 16 for all seven
-                      matrices, over the same engine's steps of 64 requests without one
-    lora_mixed_64_wide   the same with adapters of rank 64
-    lora_prefill      a prompt with an adapter of rank 16, over the same engine without one
+    lora_base_rows    decode steps of 64 requests without an adapter, in an engine whose slots all
+                      have adapters, over the same steps in an engine without adapters
+    lora_mixed_64     decode steps of 64 requests with four adapters of rank 16 for all seven
+                      matrices, over the same engine's steps of 64 requests without an adapter
+    lora_mixed_64_wide   like lora_mixed_64, with adapters of rank 64
+    lora_prefill      a prompt with an adapter of rank 16, over a prompt without an adapter
 
-`lora_process.py` does the work. A ratio is a time for a row over a time for a row, so that 1 means
-that adapters cost nothing.
+`lora_process.py` does the work. A ratio is the time per row with adapters over the time per row
+without adapters; 1 means that adapters take no time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LORA_FLAG = "--lora"
 
 @dataclass(frozen=True, slots=True)
 class LoraCase:
-    """A kind of work with adapters, the same without, and the gate of the ratio of their times."""
+    """A kind of work with adapters, the same work without adapters, and the gate of the ratio."""
 
     work: str
     base: str
@@ -52,7 +52,7 @@ LORA_CASES = {
 def measure_adapters(
     report: Report, plan: dict[str, Any], rounds: int, scratch: Path, console: Console
 ) -> None:
-    """Measure every case on the model in `plan`. Raises PeerFailed."""
+    """Measure every case with the model of `plan`. Raises PeerFailed."""
     console.print("making adapters of random matrices")
     given = plan | {"adapters": str(scratch / "adapters")}
     with Worker(lora_process.__name__, given, scratch / "lora.log") as worker:
@@ -79,7 +79,7 @@ def _by_processors(worker: Worker, case: LoraCase, outcome: Outcome) -> dict[str
 
 
 def print_adapters(report: Report) -> None:
-    """Print the table of all cases, if they were measured."""
+    """Print the table of all cases, if measured."""
     if "adapters" not in report.figures:
         return
     rows = [_row(report, name, case) for name, case in LORA_CASES.items()]
@@ -108,7 +108,7 @@ def _spread(quarters: Sequence[float]) -> str:
 
 
 def plot_adapters(report: Report, axes: Any) -> None:
-    """Draw a bar for each case, by the clock and in processor seconds."""
+    """Draw a bar for each case, in wall-clock and in processor seconds."""
     names = [name for name in LORA_CASES if name in report.ratios]
     found = report.figures["contests"]
     bars = {

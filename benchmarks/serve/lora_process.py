@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that computes with and without adapters, for `--limits --lora`.
+"""A process that computes with and without LoRA adapters, for `--limits --lora`.
 
     {"model": path, "adapters": path, "threads": n, "prompt_tokens": n, "decode_tokens": n,
      "seed": n}
                        the answer is the kernels' variant and the bytes of each adapter
     {"work": name}     the answer is wall-clock seconds, processor seconds and the amount
 
-    rows_without    rows of decode steps of 64 requests, by an engine that takes no adapters
-    base_rows       the same by an engine with adapters in all of its slots; no request has one
-    adapter_rows    the same by that engine; the requests have four adapters in turns
-    wide_rows       the same with adapters of rank 64
-    base_prompt     tokens of a prompt, up to the first token of its answer, by that engine
-    adapter_prompt  the same with an adapter
+    rows_without    rows of decode steps of 64 requests, in an engine without adapters
+    base_rows       the same in an engine with adapters in all slots, requests without adapters
+    adapter_rows    the same, with four adapters for the requests in turn
+    wide_rows       like adapter_rows, with adapters of rank 64
+    base_prompt     tokens of a prompt, up to the first token of its answer, without an adapter
+    adapter_prompt  tokens of a prompt, up to the first token of its answer, with an adapter
 
-Prompts of decode steps are so short that attention hides nothing. The adapters are random, with the
-files that PEFT writes, and adapt all seven matrices of a layer.
+Prompts of decode steps are short, so that the time of attention is small. The adapters are random,
+in PEFT's files, and adapt all seven matrices of a layer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def adapter_names(kind: str) -> list[str]:
 
 
 def make_adapter(folder: Path, model: Path, rank: int, seed: int) -> int:
-    """Write a random adapter of a model as PEFT saves them; return the bytes of its matrices."""
+    """Write a random adapter of a model in PEFT's format; return the bytes of its matrices."""
     draw = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in expected_tensors(load_model_spec(model)).items():
@@ -67,11 +67,11 @@ def make_adapter(folder: Path, model: Path, rank: int, seed: int) -> int:
 
 
 class AdaptedSide(StrataKvSide):
-    """StrataKV's engine core, whose requests have adapters in turns."""
+    """StrataKV's engine core, whose requests have the adapters of `adapters` in turn."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__(arguments)
-        self.adapters: Sequence[str] = ("",)  # of the next requests
+        self.adapters: Sequence[str] = ("",)  # names for the next requests; "" for none
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
         packed = self._array(prompt, "<i4").tobytes()
@@ -86,8 +86,8 @@ class AdaptedSide(StrataKvSide):
 def time_phases(
     side: AdaptedSide, prompts: Sequence[list[int]], max_tokens: int
 ) -> tuple[Done, Done]:
-    """Run prompts together. Return their tokens until all have a first token, and the rows of the
-    steps after that, each with seconds. Raises WrongWork if a token is missing."""
+    """Run prompts together. Return the prompt tokens and seconds until all prompts have a first
+    token, and the rows and seconds of all later steps. Raises WrongWork if a token is missing."""
     made = [0] * len(prompts)
     clock, processor = time.perf_counter(), time.process_time()
     for number, prompt in enumerate(prompts):
@@ -110,7 +110,7 @@ def time_phases(
 
 
 class AdapterWorks:
-    """All kinds of work, by name."""
+    """All kinds of work of `--limits --lora`, by name."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         """Make the adapters and both engines. Raises WrongWork without the compiled kernels."""
@@ -148,7 +148,7 @@ class AdapterWorks:
             | {"lora_modules": paths, "max_loras": ADAPTERS, "max_lora_rank": max(RANKS.values())}
         )
         torch.set_num_threads(plan["threads"])
-        self.do("adapter_rows")  # every slot has an adapter from here on
+        self.do("adapter_rows")  # fills every slot with an adapter
 
     def describe(self) -> dict[str, Any]:
         return {"variant": self.variant, "adapter_bytes": self.num_bytes}

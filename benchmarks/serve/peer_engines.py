@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--peer-python`: vLLM's CPU build and our engine in turns, on the same model folders.
+"""`--peer-python` of `stratakv bench serve`: vLLM's CPU build and StrataKV's engine in turn.
 
-prefill      tokens a second of one prompt
-decode_N     tokens a second of N requests, after the last of them has its first token
-again        tokens a second of the prompt of `prefill` asked for once more, from the pool
+prefill      tokens per second of one prompt
+decode_N     tokens per second of N requests, after each request has its first token
+again        tokens per second of the prompt of `prefill`, sent again and found in the pool
 
-Both engines use the same number type, number of threads and prompts, and sample greedily. A ratio
-is ours over theirs, the median of the rounds. If two dense models have a case, its ratio is the
-lower one. A model with experts has its own ratios, `peer_experts_N`."""
+The two engines have the same number type, number of threads and prompts, and sample greedily. A
+ratio is StrataKV's rate over vLLM's rate, the median of the rounds. For a case of two dense models,
+the ratio is the lower one. A model with experts has its own ratios, `peer_experts_N`."""
 
 from __future__ import annotations
 
@@ -72,23 +72,23 @@ class Subject:
     """A model, and the sizes of its prompts and answers."""
 
     name: str
-    config: Mapping[str, Any] | None  # of a model with random weights; None for the embedded model
+    config: Mapping[str, Any] | None  # config.json for random weights; None for the embedded model
     dtype: str
     vocab_size: int
     context: int
-    prompt_tokens: int  # in `prefill` and `again`
+    prompt_tokens: int  # of the cases `prefill` and `again`
     decode_prompt_tokens: int
-    decode_tokens: Mapping[int, int]  # after the first token, by the number of requests
+    decode_tokens: Mapping[int, int]  # number of requests → tokens after the first
 
     def ratio_of(self, case: str) -> str | None:
-        """The name of the ratio to which a case counts; None if it counts to none."""
+        """Return the name of the ratio that includes a case; None if no ratio includes the case."""
         has_experts = self.config is not None and "num_experts" in self.config
         return OF_EXPERTS.get(case) if has_experts else f"peer_{case}"
 
 
 def subjects(is_quick: bool) -> tuple[Subject, ...]:
-    """All models. In bfloat16 vLLM's build takes seconds for a step on a processor without bfloat16
-    units, so the bfloat16 model gets few tokens."""
+    """Return all models. The bfloat16 model has few tokens, because vLLM's build takes seconds for
+    a bfloat16 step on a processor without bfloat16 units."""
     if is_quick:
         return (
             Subject(EMBEDDED, None, "float32", 4096, 4096, 3600, 64, {1: 64, 16: 32, 64: 16}),
@@ -114,7 +114,7 @@ class Engine(Child):
     def __init__(self, python: str | None, log: Path, name: str) -> None:
         try:
             self.version = ""
-            # The other Python has no StrataKV.
+            # The Python with vLLM has no StrataKV, so it runs the module as a file.
             words = [phases_process.__file__] if python else ["-m", phases_process.__name__]
             super().__init__(words, log, name, python)
         except OSError as error:
@@ -135,19 +135,19 @@ class Engine(Child):
         )
 
     def wait_ready(self) -> None:
-        """Wait until the engine is ready; keep its version. Raises PeerFailed."""
+        """Wait until the engine is ready; store its version in `version`. Raises PeerFailed."""
         self.version = self.read(START_SECONDS)["version"]
 
     def answer(
         self, prompts: Sequence[list[int]], max_tokens: int, *, forget: bool = True
     ) -> dict[str, Any]:
-        """Let the child run `phases_process.answer`; return its result. Raises PeerFailed."""
+        """Run `phases_process.answer` in the child; return the result. Raises PeerFailed."""
         self.send({"prompts": list(prompts), "max_tokens": max_tokens, "forget": forget})
         return self.read(ANSWER_SECONDS)
 
 
 def make_model(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write a checkpoint with random weights in the shape of `config`, each expert by itself."""
+    """Write a checkpoint of random weights in the shape of `config`, with tensors per expert."""
     import torch
     from safetensors.torch import save_file
 
@@ -169,9 +169,9 @@ def make_model(folder: Path, config: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Settings for the turns of both engines."""
+    """The settings of a run of the two engines."""
 
-    python: str  # the Python that has vLLM
+    python: str  # the Python with vLLM
     threads: int
     rounds: int
     is_quick: bool
@@ -179,7 +179,7 @@ class Turns:
 
 
 def run_peer(arguments: argparse.Namespace) -> int:
-    """Run `--peer-python`; return 0, or 1 after an error message. Raises ConfigError."""
+    """Run `--peer-python`; return 0, or 1 after printing an error. Raises ConfigError."""
     for name in ("model", "workload", "requests", "request_rate", "output_tokens"):
         if getattr(arguments, name) is not None:
             flag = f"--{name.replace('_', '-')}"
@@ -247,14 +247,14 @@ def measure_peer(report: Report, turns: Turns, scratch: Path, console: Console) 
 def _start(
     turns: Turns, subject: Subject, folder: Path, scratch: Path, stack: ExitStack
 ) -> dict[str, Engine]:
-    """Both engines, started and warmed up."""
+    """Start and warm up the two engines; return the engines by name."""
     alike = {
         "model": str(folder), "dtype": subject.dtype, "max_model_len": subject.context,
         "max_num_seqs": MOST_REQUESTS, "max_num_batched_tokens": STEP_TOKENS,
     }  # fmt: skip
     theirs = alike | {
         "block_size": BLOCK_TOKENS, "skip_tokenizer_init": True, "enable_prefix_caching": True,
-        "enforce_eager": turns.is_quick,  # compiling takes minutes
+        "enforce_eager": turns.is_quick,  # a quick run does not compile, which takes minutes
     }  # fmt: skip
     sides: dict[str, Engine] = {}
     for name, python, arguments in (
@@ -276,13 +276,13 @@ Rates = dict[str, dict[str, list[float]]]
 def _take_rounds(
     turns: Turns, subject: Subject, sides: Mapping[str, Engine], console: Console
 ) -> tuple[Rates, float]:
-    """The rates by engine and case, and the share of answers that are equal in both engines."""
+    """Return the rates by engine and case, and the share of answers that the engines agree on."""
     draw = random.Random(turns.seed)
     rates: Rates = {name: {case: [] for case in CASES} for name in sides}
     same: list[bool] = []
     for turn in range(turns.rounds):
         console.print(f"round {turn + 1} of {turns.rounds}")
-        # The engine that runs first changes from round to round.
+        # The engine that runs first alternates.
         names = list(sides) if turn % 2 else list(sides)[::-1]
         _take_round(subject, sides, names, draw, rates, same)
         found = {case: rates["stratakv"][case][-1] / rates["vllm"][case][-1] for case in CASES}
@@ -294,7 +294,7 @@ def _take_round(
     subject: Subject, sides: Mapping[str, Engine], names: Sequence[str], draw: random.Random,
     rates: Mapping[str, Mapping[str, list[float]]], same: list[bool],
 ) -> None:  # fmt: skip
-    """Take every case once on each engine, in this order of engines."""
+    """Measure every case once on each engine, in the order of `names`."""
 
     def prompt(length: int) -> list[int]:
         return [draw.randrange(3, subject.vocab_size) for _ in range(length)]
@@ -318,8 +318,7 @@ def _take_round(
 
 
 def _gate_of(case: str, found: Mapping[str, Any]) -> Gate | None:
-    """The gate of a row; None if the row counts to no ratio. Older reports do not name the
-    ratio."""
+    """Return the gate of a row; None if no ratio includes the row, or in older reports."""
     name = found.get("counts_in", f"peer_{case}")
     return None if name is None else GATES[name]
 
@@ -347,7 +346,7 @@ def print_peer(report: Report) -> None:
 
 
 def plot_peer(report: Report, path: Path) -> Path:
-    """Draw our rate over vLLM's for each case, in a panel for each model."""
+    """Draw StrataKV's rate over vLLM's rate for each case, in a panel for each model."""
     models = report.figures["peer"]["models"]
     figure, panels = plots.new_figure(1, len(models), 2.6)
     for axes, (name, model) in zip(panels[0], models.items(), strict=True):

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine, ours or vLLM's, that answers prompts and reports how long their phases took.
+"""A process with an engine, StrataKV's or vLLM's, that reports the seconds of each phase of
+answers.
 
-Our Python runs this file as a module; a Python with vLLM runs it as a file. All lines are JSON, in
-this order; an answer with `error` is the last.
+StrataKV's Python runs the file as a module; a Python with vLLM runs it as a file. All lines are
+JSON, in the following order; an answer with `error` is the last line.
 
     {"engine": "stratakv", "environment": {}, "threads": n, "arguments": {}}
-                       answered by version and threads when the engine is there
+                       the answer, when the engine is ready, has version and threads
     {"prompts": [[ids], ...], "max_tokens": n, "forget": true}
-                       all prompts at the same time; `forget` empties the KV cache before
+                       runs all prompts at the same time; `forget` empties the KV cache first
 
-The engine's core runs in this process and is stepped in a plain loop, without HTTP. The first phase
-ends when every prompt has its first token; the decode phase is the rest."""
+The engine's core runs in this process and is stepped in a loop, without HTTP. The first phase ends
+when every prompt has its first token; then the decode phase begins."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ from typing import Any, NamedTuple, Protocol
 
 
 class WrongWork(RuntimeError):
-    """Measured work had a wrong result, so its time means nothing."""
+    """Measured work had a wrong result, so the measured time is meaningless."""
 
 
 class NewTokens(NamedTuple):
-    """The tokens that a step has made for one request."""
+    """The new tokens of one request in a step."""
 
     request_id: str
     token_ids: Sequence[int]
@@ -36,7 +37,7 @@ class NewTokens(NamedTuple):
 
 
 class Side(Protocol):
-    """An engine, ours or vLLM's."""
+    """An engine, StrataKV's or vLLM's."""
 
     version: str
 
@@ -48,7 +49,7 @@ class Side(Protocol):
 
 
 class StrataKvSide:
-    """StrataKV's engine core."""
+    """StrataKV's engine core, stepped in this process."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         import numpy as np
@@ -103,7 +104,7 @@ class VllmSide:
 
     def step(self) -> Iterator[NewTokens]:
         for output in self._engine.step():
-            tokens = list(output.outputs[0].token_ids)  # all tokens so far
+            tokens = list(output.outputs[0].token_ids)  # all tokens of the answer so far
             seen, self._seen[output.request_id] = self._seen[output.request_id], len(tokens)
             yield NewTokens(output.request_id, tokens[seen:], output.finished)
 
@@ -112,8 +113,8 @@ SIDES: dict[str, Callable[[Mapping[str, Any]], Side]] = {"stratakv": StrataKvSid
 
 
 def answer(side: Side, prompts: Sequence[list[int]], max_tokens: int) -> dict[str, Any]:
-    """Run these prompts together; return the seconds until all have a first token, and the tokens
-    and seconds after that. Raises WrongWork if a token is missing."""
+    """Run `prompts` together; return the seconds until all prompts have a first token, and the
+    tokens and seconds of the decode phase. Raises WrongWork if a token is missing."""
     made: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
     unfinished = set(made)
     began = time.perf_counter()
@@ -141,7 +142,7 @@ def answer(side: Side, prompts: Sequence[list[int]], max_tokens: int) -> dict[st
 
 
 def open_side(plan: Mapping[str, Any]) -> Side:
-    """The engine that a plan names. Raises WrongWork if it is not installed."""
+    """Return the engine that a plan names. Raises WrongWork if the engine is not installed."""
     os.environ.update(plan["environment"])
     try:
         made = SIDES[plan["engine"]](plan["arguments"])
@@ -149,12 +150,12 @@ def open_side(plan: Mapping[str, Any]) -> Side:
         raise WrongWork(f"{sys.executable} cannot import {plan['engine']} ({error})") from error
     import torch
 
-    torch.set_num_threads(plan["threads"])  # equal for both engines, whatever each would choose
+    torch.set_num_threads(plan["threads"])  # equal in the two engines, unlike their own choices
     return made
 
 
 def main() -> int:
-    """Answer line by line until the input ends; what libraries print goes into the log."""
+    """Answer line by line until the input ends; the output of libraries goes to the log."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of `stratakv bench serve`: from answers to JSON, ratios and tables.
+"""The figures, ratios, tables and pictures of `stratakv bench serve`.
 
 Names and definitions are those of vLLM's serving benchmark, so that results can be compared:
 
     TTFT  time to first token
-    TPOT  time per output token after the first: one number for each request
-    ITL   inter-token latency: one number for each event after the first; an event may hold more
+    TPOT  time per output token after the first token: one value per request
+    ITL   inter-token latency: one value per event after the first event; an event may have more
           than one token if the client or the server was late
-    E2EL  end-to-end latency: to the last byte"""
+    E2EL  end-to-end latency: time to the last byte"""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..harness.plots import COLOURS, PLAIN, caption, draw_bars, label_bars, new_
 from ..harness.report import Report, median, percentile, print_table, ratios
 
 TIERS = ("pool", "cpu", "ssd")
-# The peer that HTTP is compared with → the name of the ratio.
+# The peer with which the rate over HTTP is compared → the name of the ratio.
 _RATIOS = {
     "engine": "http_vs_engine",
     "transformers_serial": "tokens_vs_transformers_serial",
@@ -44,7 +44,7 @@ _LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
 def load_figures(run: LoadRun) -> dict[str, Any]:
-    """The figures of one workload. A run without any answer has no latencies."""
+    """Return the figures of one workload. A run without any answer has no latencies."""
     answers = run.answers
     prompt_tokens = sum(answer.prompt_tokens for answer in answers)
     output_tokens = sum(answer.output_tokens for answer in answers)
@@ -69,8 +69,8 @@ def fill_comparison(
     report: Report, rates: Mapping[str, list[float]], same_text: Mapping[str, float]
 ) -> None:
     """Add the medians of the rounds' rates, the share of outputs over HTTP that equal a peer's
-    text, and the rate over HTTP divided by each peer's. That ratio is the median of the ratios
-    within a round, since other work of the machine changes from round to round."""
+    text, and the rate over HTTP divided by each peer's rate. A ratio is the median of the ratios
+    within a round, because other work of the machine changes from round to round."""
     report.figures["comparison"] = {
         name: {"output_throughput": median(rates[name]), "rounds": rates[name]}
         | ({"same_text": same_text[name]} if name in same_text else {})
@@ -83,8 +83,7 @@ def fill_comparison(
 
 
 def print_workloads(title: str, workloads: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print throughput and latencies, a column for each workload; then the shares found in
-    caches."""
+    """Print throughput and latencies, a column for each workload, then shares of cached tokens."""
     rows = [
         [shown, *(_number(figures.get(name)) for figures in workloads.values())]
         for name, shown in _COUNTS.items()
@@ -112,7 +111,7 @@ def print_workloads(title: str, workloads: Mapping[str, Mapping[str, Any]]) -> N
 
 
 def print_comparison(title: str, report: Report) -> None:
-    """Print output tokens a second for the same prompts on each side."""
+    """Print output tokens per second for the same prompts on each side."""
     rows = []
     for name, figures in report.figures["comparison"].items():
         ratio = report.ratios.get(_RATIOS.get(name, ""))
@@ -183,8 +182,8 @@ _LABELS = {
 
 
 def plot_serve(report: Report, path: Path) -> Path:
-    """Draw, at the left, output tokens a second of each side; at the right, hit rates, measured and
-    usual."""
+    """Draw, at the left, output tokens per second by side; at the right, real and usual hit
+    rates."""
     figures = report.figures
     panels = [name for name in ("comparison", "workloads") if name in figures]
     figure, axes = new_figure(1, len(panels), 4.0)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A peer without any server: transformers' `generate` on the same model.
+"""A peer without a server: transformers' `generate` on the same model.
 
-    serial   one prompt after another, each with a KV cache of its own
-    padded   all prompts in one batch, filled up on the left to the longest
+    serial   one prompt after the other, each with its own KV cache
+    padded   all prompts in one batch, padded on the left to the longest prompt
 
-Sampling is greedy, in float32, and end tokens are ignored, as in the server's requests. The module
+As in the server's requests, sampling is greedy, in float32, and end tokens are ignored. The module
 runs as a child of `peer.Peer`."""
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from transformers import AutoModelForCausalLM
 
 from ..harness.peer import PeerRun, Work, serve
 
-_PAD = 0  # masked, so any id is fine
+_PAD = 0  # any id, because padding is masked
 
 
 def make_work(model_path: Path, threads: int) -> Work:
-    """Load the model; return the function that runs prompts on it."""
+    """Load the model; return the function that answers prompts."""
     torch.set_num_threads(threads)
     model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    # Without an end token no answer ends before `max_new_tokens`.
+    # Without an end token, every answer has `max_new_tokens` tokens.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = _PAD
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a run: clients that move blocks at the same time, and the far ends they need.
+"""The processes of a run: clients that move blocks concurrently, and far ends of transports.
 
-All processes start before anything is measured. A client opens transports. On an order it moves all
-its blocks through one of them. Orders and answers go through a pipe, and all clients begin a move
-together, at a barrier. Every wait has a deadline, and an error in any process ends the run."""
+All processes start before any measurement. A client opens transports, and on an order moves all its
+blocks through one transport. Orders and answers are sent through a pipe, and all clients begin a
+move at the same time, after a barrier. Waits have deadlines, and an error in any process ends the
+run."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from ..harness.comparison import WrongWork
 from . import transports
 
 _EXIT_SECONDS = 10.0
-_CPU_OF_ALL_THREADS = 2  # see clock_getcpuclockid(3)
+_CPU_OF_ALL_THREADS = 2  # the constant of clock_getcpuclockid(3)
 TRANSPORTS: dict[str, Any] = {
     "copy": transports.CopyTransport,
     "connection": transports.ConnectionTransport,
@@ -43,7 +44,7 @@ class Moved(NamedTuple):
 
 
 def serve(pipe: Pipe, barrier: Any, number: int, block_bytes: int, count: int) -> None:
-    """Carry out the orders that come through the pipe until it is closed."""
+    """Execute the orders from the pipe until the pipe is closed."""
     try:
         client = _Client(barrier, number, block_bytes, count)
     except Exception as error:  # noqa: BLE001 - the parent is told, whatever it is
@@ -67,7 +68,7 @@ def _failed(error: Exception) -> WrongWork:
 
 
 class _Client:
-    """The orders that a parent may send."""
+    """A client process; each public method is an order that the parent may send."""
 
     def __init__(self, barrier: Any, number: int, block_bytes: int, count: int) -> None:
         self._barrier = barrier
@@ -77,10 +78,10 @@ class _Client:
         self._stamps: dict[str, list[bytes]] = {}
 
     def ready(self) -> None:
-        """Do nothing: the answer to this order shows that the memory is ready."""
+        """Do nothing; the answer means that the client's memory is ready."""
 
     def open(self, name: str, plan: transports.Plan) -> None:
-        """Open a transport and store every block once. If that fails, close the transport."""
+        """Open a transport and store every block once. If a store fails, close the transport."""
         self._transports[name] = TRANSPORTS[plan.kind](self._blocks, **plan.options)
         try:
             self.move(name, "store", 1)
@@ -92,7 +93,7 @@ class _Client:
         self._transports.pop(name).close()
 
     def move(self, name: str, verb: str, passes: int) -> Moved:
-        """Store or load all blocks `passes` times, each time in another order."""
+        """Store or load all blocks `passes` times, each time in another random order."""
         transport, blocks = self._transports[name], self._blocks
         orders = [self._random.sample(range(len(blocks)), len(blocks)) for _ in range(passes)]
         if verb == "store":
@@ -111,27 +112,28 @@ class _Client:
         return moved
 
     def look_up(self, name: str, calls: int, keys: int) -> list[float]:
-        """The seconds of each look-up of `keys` keys. The transport must be a connection."""
+        """Return the seconds of each look-up of `keys` keys. The transport must be a
+        ConnectionTransport."""
         transport = self._transports[name]
         assert isinstance(transport, transports.ConnectionTransport)
         return transport.look_up(calls, keys)
 
 
 class Round(NamedTuple):
-    """The work of all clients together in a round."""
+    """The bytes and the seconds of all clients together in a round."""
 
     bytes_per_second: float
     num_bytes: int
-    cpu_seconds: float  # of the client processes
+    cpu_seconds: float  # processor seconds of the client processes
 
 
 class Clients:
-    """The processes of `clients` clients, each with `count` blocks."""
+    """The processes of all clients, each with `count` blocks."""
 
     def __init__(self, clients: int, block_bytes: int, count: int) -> None:
         self.count = count
         self.block_bytes = block_bytes
-        # Kept, because clients open the barrier's semaphores when they start.
+        # The barrier is kept, because clients open its semaphores when they start.
         with spawn_context() as context:
             self._barrier = barrier = context.Barrier(clients)
         self._clients = [
@@ -148,7 +150,7 @@ class Clients:
 
     @contextlib.contextmanager
     def transport(self, name: str, plans: Sequence[transports.Plan]) -> Iterator[None]:
-        """Keep a transport open, with a plan for each client."""
+        """Keep a transport open inside the context, with a plan for each client."""
         self._order("open", [(name, plan) for plan in plans])
         yield
         self._order("shut", [(name,)] * len(self))
@@ -161,11 +163,11 @@ class Clients:
         return Round(num_bytes / seconds, num_bytes, sum(move.cpu_seconds for move in moves))
 
     def look_up(self, name: str, calls: int, keys: int) -> list[float]:
-        """The seconds of each look-up of `keys` keys, made by the first client."""
+        """Return the seconds of each look-up of `keys` keys by the first client."""
         return list(*self._order("look_up", [(name, calls, keys)]))
 
     def close(self) -> None:
-        """End all client processes. A second call does nothing."""
+        """End all client processes. Idempotent."""
         for each in self._clients:
             each.close()
 
@@ -174,21 +176,21 @@ class Clients:
             each.pipe.send((order, given))
         answers = [each.take() for each in self._clients[: len(arguments)]]
         for answer in answers:
-            # A broken barrier only follows from an error of another client.
+            # A broken barrier is only a consequence of another client's error.
             if isinstance(answer, WrongWork) and not str(answer).startswith("BrokenBarrierError"):
                 raise answer
         return answers
 
 
 class Child:
-    """A process and the pipe to it."""
+    """A process, and the pipe to the process."""
 
     def __init__(self, process: BaseProcess, pipe: Pipe) -> None:
         self.process = process
         self.pipe = pipe
 
     def take(self) -> Any:
-        """The process's next answer. Raises WrongWork if none comes."""
+        """Return the process's next answer. Raises WrongWork if there is no answer in time."""
         try:
             if self.pipe.poll(transports.SECONDS):
                 return self.pipe.recv()
@@ -198,7 +200,7 @@ class Child:
         raise WrongWork(f"a process did not answer in {transports.SECONDS:g} s")
 
     def close(self) -> None:
-        """End the process. A second call does nothing."""
+        """End the process. Idempotent."""
         self.pipe.close()
         self.process.join(_EXIT_SECONDS)
         if self.process.exitcode is None:
@@ -207,7 +209,7 @@ class Child:
 
 
 def start(target: Callable[..., None], *arguments: Any) -> Child:
-    """Start a process that runs `target(pipe, *arguments)`, with an engine core's environment."""
+    """Start a process of `target(pipe, *arguments)`, with an engine core's environment."""
     with spawn_context() as context, patch.dict(os.environ, {**CORE_ENVIRONMENT, **os.environ}):
         ours, theirs = context.Pipe()
         process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
@@ -218,7 +220,7 @@ def start(target: Callable[..., None], *arguments: Any) -> Child:
 
 @contextlib.contextmanager
 def far_ends(target: Callable[..., None], *arguments: Any, clients: int) -> Iterator[list[Any]]:
-    """Start a far end for each client; yield each child with its first answer."""
+    """Start a far end for each client; yield all far ends, each with its first answer."""
     children = [start(target, *arguments) for _ in range(clients)]
     try:
         yield [(child, child.take()) for child in children]
@@ -228,5 +230,5 @@ def far_ends(target: Callable[..., None], *arguments: Any, clients: int) -> Iter
 
 
 def cpu_seconds(pid: int) -> float:
-    """The processor seconds that a process has used in all its threads."""
+    """Return the processor seconds that a process has used in all its threads."""
     return time.clock_gettime(~pid << 3 | _CPU_OF_ALL_THREADS)

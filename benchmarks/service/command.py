@@ -2,11 +2,10 @@
 """`stratakv bench service`: the cache service over loopback, against raw TCP and memcpy.
 
 Blocks of 256 KiB and 2 MiB move between a real cache server and 1 or 4 clients. Each client is a
-process with the tier that an engine has. Blocks go through shared memory, the data connection (also
-with TLS) and gRPC streams. Look-ups of whole prompts are measured too, and Redis and Mooncake if
-they are installed. A figure and its limit are measured alternately. All memory is warm and exceeds
-the caches, and the bytes that arrive are compared. A ratio is the median of the ratios within a
-round."""
+process with an engine's tier. Transports are shared memory, the data connection (also with TLS) and
+gRPC streams. Look-ups of whole prompts are measured too, and Redis and Mooncake if they are
+installed. A figure and its limit are measured alternately. All memory is warm and larger than the
+caches, and received blocks are checked. A ratio is the median of the ratios within a round."""
 
 from __future__ import annotations
 
@@ -42,20 +41,19 @@ from .clients import Clients, Round, cpu_seconds, far_ends
 from .transports import Plan
 
 SIZES: Mapping[str, int] = {"256KiB": 256 * 1024, "2MiB": 2 * MIB}
-LOOK_UP_KEYS = (1024, 4096)  # keys of one call
-FOUR = 4  # the number of clients that has its own gates
+LOOK_UP_KEYS = (1024, 4096)  # numbers of keys per call
+FOUR = 4  # the number of clients with separate gates
 
 
 class Case(NamedTuple):
-    """A row: `transport` moves blocks, `verb` is the direction, and `limit` does so without a
-    service."""
+    """A row: `transport` moves blocks in the direction `verb`; `limit` has no service."""
 
     name: str
     transport: str
     verb: str
     limit: str
     least: float | None = None  # the gate of the ratio with one client
-    least_of_four: float | None = None  # the gate with four clients; other numbers have none
+    least_of_four: float | None = None  # the gate with four clients
 
 
 CASES = (
@@ -78,14 +76,14 @@ LIMITS: Mapping[str, str] = {"copy": "memcpy", "raw": "TCP", "raw_tls": "TLS"}
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Sizes in bytes, for all clients together, and numbers of rounds."""
+    """Sizes in bytes, and numbers of rounds and calls."""
 
-    footprint_bytes: int  # of each client, and as much at the other end; at least this
-    copied_bytes: int  # in one round of memory copies
-    sent_bytes: int  # in one round of any other transport
-    rounds: int  # even, so that both sides run first equally often
+    footprint_bytes: int  # least memory of each client, and of its far end
+    copied_bytes: int  # bytes of all clients in one round of memory copies
+    sent_bytes: int  # bytes of all clients in one round of any other transport
+    rounds: int  # even, so that each side runs first equally often
     clients: Sequence[int]
-    look_ups: int  # calls
+    look_ups: int  # number of look-up calls
 
 
 FULL = Scale(
@@ -126,7 +124,7 @@ def _gates() -> dict[str, Gate]:
 GATES: Mapping[str, Gate] = _gates()
 
 
-# Colours with one client, and with more.
+# The colours for one client, and for several clients.
 _OURS, _THEIRS = ("#2b6cb0", "#90bce4"), ("#6b7078", "#c3c7cd")
 _OTHERS = ("redis", "mooncake")
 _COSTS = ("cpu_seconds_per_gb", "limit_cpu_seconds_per_gb")
@@ -154,7 +152,7 @@ def print_service(report: Report) -> None:
 
 
 def plot_service(report: Report, path: Path) -> Path:
-    """Draw a panel for each block size: the cases with their gates, a bar for each client count."""
+    """Draw a panel for each block size: bars by case and number of clients, and gates."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -198,7 +196,7 @@ def plot_service(report: Report, path: Path) -> Path:
 
 
 _LOOK_UP_BLOCK_BYTES = 4096
-_SPARE = 1.25  # of the server's memory, which holds a new block while the old one is still there
+_SPARE = 1.25  # server memory per block, for a new and an old copy at the same time
 _STREAMS_ONLY = ("--no-data-connections", "--no-shared-memory")
 
 
@@ -265,8 +263,7 @@ class Measurement:
         figures |= {"contests": {}, "spreads": {}, "skipped": self._skipped}
 
     def take(self, counts: Sequence[int]) -> None:
-        """Measure everything and fill the report. Raises WrongWork if something gave a wrong
-        result."""
+        """Measure all figures and fill the report. Raises WrongWork for wrong results."""
         self._report.figures["plan"]["clients"] = list(counts)
         for number in counts:
             for size, block_bytes in SIZES.items():
@@ -305,7 +302,7 @@ class Measurement:
                 keys = [{"port": server.port, "prefix": f"client{n}"} for n in range(every)]
                 yield "redis", [Plan("redis", each) for each in keys], [server.pid]
         if self._is_wanted("mooncake"):
-            # One process holds the memory of all clients, as a server would.
+            # Like a server, one process has the memory of all clients.
             count, serve = every * clients.count, transports.serve_mooncake
             with far_ends(serve, clients.block_bytes, count, clients=1) as [(child, told)]:
                 target, addresses = told
@@ -333,7 +330,7 @@ class Measurement:
     def _limits(
         self, clients: Clients, *names: str, files: tuple[Path, Path] | None = None
     ) -> Iterator[dict[str, list[int]]]:
-        """Open those limits of `names` that the cases need; yield the processes beside each."""
+        """Open the limits of `names` that the cases need; yield the far ends' process ids."""
         wanted = {case.limit for case in self._cases} & set(names)
         ca_file = files[0] if files else None
         pids: dict[str, list[int]] = {}
@@ -395,7 +392,7 @@ class Measurement:
             clients.transport("shm", [_plan(address, "memory")]),
         ):
             for keys in LOOK_UP_KEYS:
-                clients.look_up("shm", self._scale.look_ups, keys)  # a warm-up
+                clients.look_up("shm", self._scale.look_ups, keys)  # the first call is a warm-up
                 seconds = clients.look_up("shm", self._scale.look_ups, keys)
                 rates = [keys / each for each in seconds]
                 self._report.ratios[look_up_name(keys)] = median(rates)
@@ -403,13 +400,14 @@ class Measurement:
 
 
 def _plan(address: ServerAddress, kind: str, ca_file: Path | None = None) -> Plan:
-    """The plan for a connection of this kind; with a CA's file the connection uses TLS."""
+    """Return the plan for a connection of this kind, which uses TLS if `ca_file` is given."""
     address = replace(address, tls=ca_file is not None)
     return Plan("connection", {"address": address, "kind": kind, "ca_file": ca_file})
 
 
 class _Meter:
-    """Measures one side: the rate of a round, and the processor seconds of its rounds."""
+    """A meter for one side of a comparison: a call returns the rate of a round and records its
+    processor seconds."""
 
     def __init__(
         self, clients: Clients, transport: str, verb: str, pids: Sequence[int], passes: int
@@ -427,5 +425,5 @@ class _Meter:
 
     @property
     def cost(self) -> float:
-        """The median processor seconds for 10⁹ bytes, for both ends together."""
+        """The median processor seconds per 10⁹ bytes of the two ends together."""
         return median(self._costs[1:])  # the first round is a warm-up

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transports that carry blocks from a client's memory and back: memcpy, a connection, a tier.
+"""Transports that move blocks from a client's memory and back: memcpy, connections, tiers.
 
-Other transports show what other software does between two processes: raw sockets with or without
-TLS, Redis and Mooncake. Each has room for as many blocks as the client and moves any of them in any
-order. Raw sockets are the limit of the host's loopback: each client has a far end, a process with
-warm memory of its own. Redis is measured over the same kind of sockets, without redis-py, which is
-slower than the server.
+For comparison with other software, there are raw sockets with or without TLS, Redis and Mooncake.
+Each transport has memory for all blocks of the client and moves any blocks in any order. Raw
+sockets are the limit of the host's loopback: each client has a far end, a process with its own warm
+memory. Redis is measured over the same kind of sockets, without redis-py, which is slower than
+Redis.
 
-    client   verb, count, numbers of blocks      far end   the blocks, or (having got them) a byte
+    client   verb, count, block indices      far end   the blocks, or a byte after receiving blocks
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ STAMP_BYTES = 16
 
 
 class Blocks:
-    """Shared memory as an engine's slab has it, warm and full of noise. `buffers[i]` is block i, of
-    `layout.page_bytes`, at `addresses[i]`. Every block has a stamp at both ends, which each store
-    renews. So a load that brings nothing, or another block, is noticed."""
+    """Shared memory like an engine's slab, warm and with random bytes. `buffers[i]` is block i, of
+    `layout.page_bytes`, at `addresses[i]`. Every block has a stamp at its beginning and end, which
+    each store renews, so that a load of nothing, or of another block, is detected."""
 
     def __init__(self, block_bytes: int, count: int) -> None:
         self.layout: BlockLayout = layout_of(block_bytes)
@@ -76,20 +76,20 @@ class Blocks:
         return len(self.buffers)
 
     def stamp(self) -> list[bytes]:
-        """Write a new stamp into each block; return the stamps."""
+        """Write a new stamp to each block; return the stamps."""
         stamps = [os.urandom(STAMP_BYTES) for _ in self.buffers]
         for buffer, stamp in zip(self.buffers, stamps, strict=True):
             buffer[:STAMP_BYTES] = buffer[-STAMP_BYTES:] = stamp
         return stamps
 
     def scrub(self) -> None:
-        """Overwrite all stamps with zeros, so that an old stamp cannot pass for a new one."""
+        """Overwrite all stamps with zeros, so that old stamps are not taken for loaded ones."""
         none = bytes(STAMP_BYTES)
         for buffer in self.buffers:
             buffer[:STAMP_BYTES] = buffer[-STAMP_BYTES:] = none
 
     def check(self, stamps: Sequence[bytes]) -> None:
-        """Raises WrongWork unless each block has its stamp at both ends."""
+        """Raise WrongWork unless each block has its stamp at its beginning and end."""
         for index, (buffer, stamp) in enumerate(zip(self.buffers, stamps, strict=True)):
             if not buffer[:STAMP_BYTES] == buffer[-STAMP_BYTES:] == stamp:
                 raise WrongWork(f"block {index} was loaded, but its buffer does not hold it")
@@ -104,23 +104,23 @@ class Plan:
 
 
 class Transport(ABC):
-    """A way to move blocks. `order` holds numbers of blocks. Raises WrongWork if some were not
-    moved."""
+    """A method of moving blocks; `order` has block indices. Raises WrongWork for a missing
+    block."""
 
     @abstractmethod
     def store(self, order: Sequence[int]) -> None:
-        """Store these blocks under new keys."""
+        """Store the blocks of `order` under new keys."""
 
     @abstractmethod
     def load(self, order: Sequence[int]) -> None:
-        """Load these blocks as they were last stored."""
+        """Load the blocks of `order` with the bytes of their last store."""
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to let go of
+    def close(self) -> None:  # noqa: B027 - most transports have nothing to close
         """Close the transport. Must be the last call."""
 
 
 class CopyTransport(Transport):
-    """memcpy to other memory of the same kind."""
+    """A transport that copies blocks to other memory of the same kind by memcpy."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._near = blocks
@@ -140,7 +140,7 @@ class CopyTransport(Transport):
 
 
 class ServiceTransport(Transport):
-    """The base of transports to a cache server. It keeps the key of each block's last store."""
+    """The base of transports to a cache server, which stores the key of each block's last store."""
 
     def __init__(self, blocks: Blocks, kind: str, ca_file: Path | None) -> None:
         self._blocks = blocks
@@ -161,20 +161,20 @@ class ServiceTransport(Transport):
             self._keys[index] = pack_key(os.urandom(DIGEST_BYTES))
 
     def _parts(self, order: Sequence[int]) -> list[tuple[list[bytes], list[memoryview]]]:
-        """Keys and buffers, in parts as large as the protocol allows."""
+        """Return keys and buffers, in the largest parts that the protocol allows."""
         buffers = self._blocks.buffers
         parts = [order[start : start + MAX_BLOCKS] for start in range(0, len(order), MAX_BLOCKS)]
         return [([self._keys[i] for i in part], [buffers[i] for i in part]) for part in parts]
 
     def _check_kind(self, found: str) -> None:
-        """Raises WrongWork if the client uses another connection than it should: it takes a slower
-        one if the best is not possible."""
+        """Raise WrongWork if `found`, the client's kind of connection, is not the intended kind: a
+        client falls back to a slower kind if the intended kind fails."""
         if found != self._kind:
             raise WrongWork(f"blocks went through {found or 'nothing'}, not {self._kind}")
 
 
 class ConnectionTransport(ServiceTransport):
-    """A client's connection to a cache server, of one `kind`."""
+    """A transport by a client's connection of one `kind` to a cache server."""
 
     def __init__(
         self, blocks: Blocks, *, address: ServerAddress, kind: str, ca_file: Path | None = None
@@ -205,7 +205,7 @@ class ConnectionTransport(ServiceTransport):
                 raise WrongWork("the server did not have every block")
 
     def look_up(self, calls: int, keys: int) -> list[float]:
-        """The seconds of each call that looks up `keys` keys, all of them stored."""
+        """Return the seconds of each call that looks up `keys` keys, which are all stored."""
         wanted = self._keys[:keys]
         states = bytes([State.HIT]) * keys
         seconds = []
@@ -223,7 +223,7 @@ class ConnectionTransport(ServiceTransport):
 
 
 class TierTransport(ServiceTransport):
-    """The tier that an engine has on a cache server, over the best possible connection."""
+    """A transport by an engine's tier on a cache server, over the best possible connection."""
 
     def __init__(self, blocks: Blocks, *, address: ServerAddress) -> None:
         super().__init__(blocks, "memory", None)
@@ -255,7 +255,7 @@ _DONE = b"k"
 
 
 class RawTransport(Transport):
-    """The client's end of a raw socket, with or without TLS."""
+    """A transport by a raw socket, with or without TLS: the client's end."""
 
     def __init__(self, blocks: Blocks, *, port: int, ca_file: Path | None = None) -> None:
         self._blocks = blocks
@@ -285,7 +285,7 @@ class RawTransport(Transport):
 
 
 def serve_raw(pipe: Pipe, block_bytes: int, count: int, files: tuple[Path, Path] | None) -> None:
-    """Run the far end of one client until the client leaves. `files` are certificate and key."""
+    """Run the far end of one client until it disconnects. `files` are certificate and key."""
     blocks = Blocks(block_bytes, count)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(SECONDS)
@@ -302,13 +302,13 @@ def serve_raw(pipe: Pipe, block_bytes: int, count: int, files: tuple[Path, Path]
 
 
 def prepare(sock: socket.socket) -> None:
-    """Set the options that the service's own sockets have: no timeout, no delay."""
-    sock.settimeout(None)  # with a timeout MSG_WAITALL would not wait
+    """Set the options of the service's own sockets: no timeout, no delay."""
+    sock.settimeout(None)  # with a timeout, MSG_WAITALL would not wait
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def receive(sock: Any, view: memoryview, is_tls: bool) -> None:
-    """Fill `view` from the socket. Raises EOFError if the peer has left."""
+    """Fill `view` from the socket. Raises EOFError if the peer has disconnected."""
     while view.nbytes:
         got = sock.recv_into(view) if is_tls else sock.recv_into(view, 0, socket.MSG_WAITALL)
         if not got:
@@ -338,7 +338,7 @@ _END = b"\r\n"
 
 
 class RedisTransport(Transport):
-    """The client's end of a Redis connection. `prefix` separates the keys of the clients."""
+    """A transport by a Redis connection: the client's end. `prefix` separates clients' keys."""
 
     def __init__(self, blocks: Blocks, *, port: int, prefix: str) -> None:
         self._blocks = blocks
@@ -385,10 +385,10 @@ class RedisTransport(Transport):
 
 
 def why_no_mooncake() -> str:
-    """The reason why Mooncake cannot be measured here; empty if it can."""
+    """Return the reason why Mooncake cannot be measured on this machine; "" if there is none."""
     if importlib.util.find_spec("mooncake") is None:
         return "mooncake-transfer-engine-non-cuda is not installed"
-    # Imported in another process, because it may need libraries that are missing here.
+    # Mooncake is imported in another process, because the import may fail for missing libraries.
     done = subprocess.run(
         python_command("-c", "import mooncake.engine"),
         capture_output=True, text=True, timeout=SECONDS, check=False,
@@ -397,9 +397,9 @@ def why_no_mooncake() -> str:
 
 
 class MooncakeTransport(Transport):
-    """The client's end of Mooncake's transfer engine over TCP. It moves blocks between registered
-    memory of two processes, all blocks of a call in one batch. `target` and `addresses` are those
-    of the far end, which only holds memory."""
+    """A transport by Mooncake's transfer engine over TCP: the client's end. Blocks move between
+    registered memory of two processes, all blocks of a call in one batch. `target` and `addresses`
+    are those of the far end, which only provides memory."""
 
     def __init__(self, blocks: Blocks, *, target: str, addresses: list[int]) -> None:
         self._engine = _mooncake(blocks)
@@ -422,7 +422,7 @@ class MooncakeTransport(Transport):
 
 
 def serve_mooncake(pipe: Pipe, block_bytes: int, count: int) -> None:
-    """Run the far end until the parent ends it."""
+    """Run the far end of Mooncake until the parent ends the process."""
     blocks = Blocks(block_bytes, count)
     engine = _mooncake(blocks)
     pipe.send((f"127.0.0.1:{engine.get_rpc_port()}", blocks.addresses))

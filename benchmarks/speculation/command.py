@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `stratakv bench speculation`; the package's docstring describes the measurements."""
+"""The command `stratakv bench speculation`; the package's docstring describes the measurements."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class Scale:
     """The amount of work of a run."""
 
     rounds: int
-    sizes: tuple[int, ...]  # numbers of requests at once
+    sizes: tuple[int, ...]  # numbers of concurrent requests
     answer: int  # tokens of an answer
-    warm_rounds: int  # before counting; speculation learns in them what pays
-    prompt: int  # tokens of a prompt that comes in parts
+    warm_rounds: int  # uncounted rounds, in which the benefit of drafts is measured
+    prompt: int  # tokens of the prompt that is sent in parts
 
 
 FULL = Scale(15, (1, 16), ANSWER, 3, 3600)
@@ -75,7 +75,7 @@ QUICK = Scale(3, (1, 4), 32, 1, 600)
 
 @dataclass(slots=True)
 class Answers:
-    """An engine that answers other prompts in each round."""
+    """An engine that answers different prompts in each round."""
 
     core: EngineCore
     rounds: Sequence[Sequence[AskedWith]]
@@ -114,7 +114,7 @@ class Answers:
 
 
 def params_of(asked: Asked, number: int, length: int, *, is_drawn: bool) -> SamplingParams:
-    """The parameters of a request whose answer has `length` tokens."""
+    """Return the parameters of a request whose answer has `length` tokens."""
     if is_drawn:
         return SamplingParams(max_tokens=length, temperature=1.0, seed=number, ignore_eos=True)
     quote = asked.quote[:length]
@@ -125,7 +125,7 @@ def params_of(asked: Asked, number: int, length: int, *, is_drawn: bool) -> Samp
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A model, and the proposer of its draft tokens."""
+    """A model, and the proposer of draft tokens for the model."""
 
     method: str
     model: Path = EMBEDDED_MODEL
@@ -133,14 +133,14 @@ class Pair:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The engine options that name the proposer and its model."""
+        """The engine options for the proposer and the proposer's model."""
         draft = {} if self.draft is None else {"speculative_model": str(self.draft)}
         return {"speculative_method": self.method, **draft}
 
 
 @contextmanager
 def answers(rounds: Sequence[Sequence[AskedWith]], pair: Pair) -> Iterator[Answers]:
-    """An engine with the model and proposer of `pair`."""
+    """Yield an engine with the model and proposer of `pair`."""
     count, length = len(rounds[0]), UNIQUE + ANSWER + 64
     config = engine_config(pair.model, {
         "dtype": "float32", "num_threads": 1, "max_num_seqs": count, "block_size": 16,
@@ -158,12 +158,12 @@ def answers(rounds: Sequence[Sequence[AskedWith]], pair: Pair) -> Iterator[Answe
 def compare(
     report: Report, name: str, scale: Scale, count: int, pair: Pair, *, is_drawn: bool
 ) -> Outcome:
-    """Compare `count` requests at once with the drafts of `pair` and without drafts. Raises
+    """Compare `count` concurrent requests with the drafts of `pair` and without drafts. Raises
     WrongWork if more than an eighth of the answers differ."""
     tokenizer = Tokenizer.load(EMBEDDED_MODEL)
     num_rounds = scale.warm_rounds + 1 + scale.rounds
     asked = (unique if is_drawn else repetitive)(tokenizer, count * num_rounds)
-    if pair.draft is not None:  # such a pair needs no quotation
+    if pair.draft is not None:  # a pair with a draft model needs no quotation
         asked = [each._replace(quote=[]) for each in asked]
     with_params = [
         (each, params_of(each, number, scale.answer, is_drawn=is_drawn))
@@ -193,16 +193,16 @@ def compare(
             "same_answers": same,
             "speculation": speculation.stats(),
         }  # fmt: skip
-    # Steps of one token and of several may round differently, which matters for equally likely
-    # tokens.
+    # Some answers may differ, because steps of one token and of several tokens may round
+    # differently, which matters for nearly equally likely tokens.
     if (differ := len(plain.texts) - same) > len(plain.texts) // 8:
         raise WrongWork(f"{name}: {differ} of {len(plain.texts)} answers differ from those without")
     return outcome
 
 
 def compare_parts(report: Report, scale: Scale) -> None:
-    """Compare the time to the first token of a prompt sent in parts with that of a prompt sent
-    whole. Raises WrongWork if their tokens differ."""
+    """Compare the time to the first token of a prompt that is sent in parts with that of a whole
+    prompt. Raises WrongWork if the tokens differ."""
     with prompts_of(scale.prompt) as prompts:
         prompts.send_whole()
         prompts.send_parts()
@@ -222,7 +222,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(report: Report, scale: Scale) -> None:
-    """Measure all figures and fill the report; a figure is that of its worst method."""
+    """Measure all figures and fill the report; a figure is the lowest ratio of all methods."""
     report.figures |= {"plan": {"rounds": scale.rounds}, "cases": {}, "contests": {}, "spreads": {}}
     few, many = scale.sizes
     pairs = [Pair(method) for method in METHODS]
@@ -288,7 +288,7 @@ def print_speculation(report: Report) -> None:
 
 
 def plot_speculation(report: Report, path: Path) -> Path:
-    """Draw bars by proposer for one request and for many: where drafts may pay, and where not."""
+    """Draw bars by proposer for one request and for many: texts with and without gain."""
     figure, [panels] = new_figure(1, 2, 3.6)
     cases: dict[str, dict[str, Any]] = report.figures["cases"]
     for axes, pays in zip(panels, (True, False), strict=True):

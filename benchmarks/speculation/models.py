@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models for a draft model to propose to, and a draft model and an EAGLE head that are never right.
+"""Models for speculation with draft models, among them a draft model that is never right.
 
-No two models of one family can be downloaded here, so a pair is made. One model is the embedded
-model with added layers that change nothing: it gives the embedded model's tokens and takes DEPTH
-times as long. With the embedded model as draft model every draft is right, and the gain is the most
-that a draft model of this size can bring. Pairs in real use lie between this pair and a draft model
-with random weights."""
+The pair of models is constructed, because nothing is downloaded. The target is the embedded model
+with added layers that change nothing: it gives the embedded model's tokens and takes DEPTH times as
+long. With the embedded model as draft model, every draft is right, and the gain is the largest for
+a draft model of this size. The gain of pairs in real use is between this gain and that of a draft
+model with random weights."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from ...engine.config.engine_options import EMBEDDED_MODEL
 if TYPE_CHECKING:
     from torch import Tensor
 
-DEPTH = 8  # layers, as a multiple of those of the embedded model
+DEPTH = 8  # the target's layers, as a multiple of the embedded model's layers
 _FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _ADDS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 def make_deep(folder: Path) -> Path:
-    """Write the embedded model with DEPTH times its layers, of which the added ones change
-    nothing."""
+    """Write the embedded model with DEPTH times as many layers; added layers change nothing."""
     from safetensors.torch import load_file
 
     tensors = load_file(EMBEDDED_MODEL / "model.safetensors")

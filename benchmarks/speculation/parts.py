@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time to the first token of a prompt sent in parts, measured from its last part, and of the
-same prompt sent whole. Prefix caching is off."""
+"""The time to the first token of a prompt that is sent in parts, measured from the last part, and
+of the same prompt sent whole, without prefix caching."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FIRST_WORD = 4  # smaller ids are special tokens
 
 @dataclass(slots=True)
 class Prompts:
-    """Sends the same random prompts in parts and whole."""
+    """A sender of random prompts, each in parts and whole."""
 
     core: EngineCore
     num_tokens: int
@@ -43,8 +43,8 @@ class Prompts:
         return time.perf_counter() - began
 
     def send_parts(self) -> float:
-        """Send the next prompt in parts and let all but the last be computed; return the seconds
-        from the last part to the first token."""
+        """Send the next prompt in parts; when all parts but the last are computed, send the last
+        part, and return the seconds from then to the first token."""
         token_ids = self._next_prompt("parts")
         size = len(token_ids) // NUM_PARTS
         first, *parts = (token_ids[at : at + size] for at in range(0, len(token_ids), size))
@@ -83,7 +83,7 @@ class Prompts:
 
 @contextmanager
 def prompts_of(num_tokens: int) -> Iterator[Prompts]:
-    """A sender of prompts with `num_tokens` tokens, to an engine with the embedded model."""
+    """Yield a sender of prompts with `num_tokens` tokens, to an engine with the embedded model."""
     config = engine_config(EMBEDDED_MODEL, {
         "dtype": "float32", "num_threads": 1, "max_num_seqs": 1, "num_blocks": num_tokens // 4,
         "max_model_len": num_tokens + 16, "max_num_batched_tokens": 2048,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A logits processor that makes a model quote a text, as larger models do by themselves.
+"""A logits processor that makes a model quote a given text.
 
-The embedded model is too small to quote its prompt. Both engines of a comparison have the
-processor."""
+The embedded model, unlike larger models, is too small to quote its prompt by itself. The two
+engines of a comparison have the processor."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ...engine.batch.batch_update import AddedRow, IntArray
 from ...engine.request.sampling_params import SamplingParams
 from ...engine.sampling.processors.base import Drafts, StatefulProcessor
 
-QUOTE = "quote"  # the key in `extra_args`
-_RAISED = 1e4  # above every other logit
+QUOTE = "quote"  # the key of the text in `extra_args`
+_RAISED = 1e4  # added to a logit, which is then above every other logit
 
 
 class _Quoted(NamedTuple):
@@ -26,7 +26,7 @@ class _Quoted(NamedTuple):
 
 
 class Quotes(StatefulProcessor[_Quoted]):
-    """Makes the next token of a request's `extra_args["quote"]` the likeliest token."""
+    """A processor that makes the next token of a request's `extra_args["quote"]` the likeliest."""
 
     @classmethod
     def applies_to(cls, params: SamplingParams) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with answers that quote them, and prompts of random words."""
+"""Prompts whose answers quote the prompt, and prompts of random words."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ UNIQUE = 200
 
 
 class Asked(NamedTuple):
-    """A prompt and the answer to quote; with an empty answer the model answers by itself."""
+    """A prompt, and the answer that the model must quote; empty for a free answer."""
 
     prompt: list[int]
     quote: list[int]
 
 
 def repetitive(tokenizer: Tokenizer, count: int) -> list[Asked]:
-    """Passages to quote, and functions to write again under other names, in turn."""
+    """Return prompts with passages to quote and, in turn, functions to rewrite under other
+    names."""
     passages = documents(tokenizer.encode, count, ANSWER)
     functions = _functions()
     asked = []
@@ -40,14 +41,14 @@ def repetitive(tokenizer: Tokenizer, count: int) -> list[Asked]:
 
 
 def unique(tokenizer: Tokenizer, count: int) -> list[Asked]:
-    """Prompts of random words, in an order that no text has."""
+    """Return prompts of random words, in an order that no text has."""
     chosen = random.Random(11)
     words = range(4, tokenizer.vocab_size)
     return [Asked(chosen.choices(words, k=UNIQUE), []) for _ in range(count)]
 
 
 def _functions() -> list[tuple[str, str]]:
-    """(name, source) of functions and methods of the standard library."""
+    """Return (name, source) of functions and methods of the standard library."""
     found = []
     modules: tuple[ModuleType, ...] = (textwrap, random)
     for module in modules:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench tiers`: slab, SSD store and index against the limits of this machine.
+"""`stratakv bench tiers`: compares slab, SSD store and index with the limits of the machine.
 
-It moves blocks of 256 KiB, 2 MiB and 5 MiB into and out of the real slab, compared with plain
-copies, and to and from the real SSD store, durably and verified, compared with random I/O past the
-page cache. It also measures checksums, and look-ups, memory and opening of an index of a million
-blocks. A figure and its limit are measured alternately, and a ratio is the median of the ratios
-within a round. The report has the spread of these ratios, and that of the limit against itself."""
+Copies of blocks of 256 KiB, 2 MiB and 5 MiB into and out of the real slab are compared with plain
+copies. Durable writes and verified reads of the real SSD store are compared with random I/O without
+the page cache. Further figures are the cost of checksums, and look-ups, memory and opening of an
+index of a million blocks. A figure and its limit are measured alternately, and a ratio is the
+median of the ratios within a round. The report has the spread of the ratios, and the spread of the
+limit against itself."""
 
 import argparse
 from pathlib import Path

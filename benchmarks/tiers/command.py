@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `stratakv bench tiers`; the package's docstring describes the measurements."""
+"""The command `stratakv bench tiers`; the package's docstring describes the measurements."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def print_tiers(report: Report) -> None:
 
 
 def _print_disk_limits(report: Report) -> None:
-    """Print every limit of the disk in one table, with a mark at each limit that counts."""
+    """Print every limit of the disk in one table, with a mark at each limit that is used."""
     rows = []
     for name, comparison in report.figures["contests"].items():
         for limit, cell in comparison.get("by_limit", {}).items():
@@ -94,8 +94,7 @@ def _print_disk_limits(report: Report) -> None:
 
 
 def plot_tiers(report: Report, path: Path) -> Path:
-    """Draw bars of the ratios with their gates: a group for each family, a bar for each block
-    size."""
+    """Draw bars of the ratios with gates: a group for each kind of figure, a bar per block size."""
     figure, [[axes]] = plots.new_figure(1, 1, 4.6)
     families = [each for each in _FAMILIES if f"{each}_{_SMALLEST}" in report.ratios]
     names = [[f"{family}_{size}" for family in families] for size in SIZES]
@@ -135,8 +134,8 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 @contextlib.contextmanager
 def working_folder(path: Path, needed_bytes: int) -> Iterator[Path]:
-    """A new folder below `path`, removed on exit. Raises ConfigError if the folder or disk cannot
-    serve."""
+    """Yield a new folder below `path`, which is removed on exit. Raises ConfigError if folder or
+    disk is unsuitable."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         kind = file_system_of(path)
@@ -161,7 +160,7 @@ def working_folder(path: Path, needed_bytes: int) -> Iterator[Path]:
 
 
 def file_system_of(path: Path, mounts: Path = MOUNTS) -> str | None:
-    """The kind of file system that `path` is on; None if the kernel does not list it."""
+    """Return the kind of file system of `path`; None if the kernel does not list it."""
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -176,7 +175,7 @@ def file_system_of(path: Path, mounts: Path = MOUNTS) -> str | None:
 
 
 def check_huge_pages(needed_bytes: int, meminfo: Path = MEMINFO) -> None:
-    """Raises ConfigError if the host's pool of huge pages has less than `needed_bytes` free."""
+    """Raise ConfigError if less than `needed_bytes` are free in the host's pool of huge pages."""
     found = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
     free = int(found.get("HugePages_Free", "0"))
     needed = -(-needed_bytes // HUGE_PAGE_BYTES)
@@ -187,15 +186,15 @@ def check_huge_pages(needed_bytes: int, meminfo: Path = MEMINFO) -> None:
         )
 
 
-# The slab of blocks on their way to the disk: four batches of seven blocks of 5 MiB. The limit uses
-# the same memory.
+# The size of the slab for blocks that are being written to or read from the disk, and for the
+# limit's buffers: four batches of seven blocks of 5 MiB.
 HUGE_BYTES = 140 * MIB
 _SMALLEST, _MIDDLE = "256KiB", "2MiB"
 
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """The folder on the measured disk, and how to measure."""
+    """The folder on the measured disk, and the settings of the measurement."""
 
     folder: Path
     limit: str | None  # "fio", "loop", or None for fio if it is installed
@@ -204,7 +203,7 @@ class Disk:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure the figures; return 0, or 1 after printing an error. Raises ConfigError."""
+    """Measure all figures; return 0, or 1 after printing an error. Raises ConfigError."""
     if arguments.limit is not None:
         readers.one_of("fio", "loop")("--limit", arguments.limit)
     readers.one_of(*DURABILITIES)("--durability", arguments.durability)
@@ -228,8 +227,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(report: Report, disk: Disk, scale: Scale) -> None:
-    """Run the chosen sections and fill the report. Raises WrongWork if something gave a wrong
-    result."""
+    """Run the chosen sections and fill the report. Raises WrongWork for wrong results."""
     plan = report.figures["plan"]
     report.figures |= {"contests": {}, "first_writes": {}, "spreads": {}}
     work: Mapping[str, Callable[[], object]] = {

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of the disk for blocks of one size: random I/O with O_DIRECT, 8 or more requests.
+"""Limits of the disk for blocks of one size: random I/O with O_DIRECT and concurrent requests.
 
-The limit is fio if it is installed, or else a plain loop of eight threads. Both overwrite and read
-a file that was written once before. A sync follows each write, or the store's first sync would wait
-for what the limit left in the disk's cache. The sync's time counts only for durable writes. fio
-writes everything and then syncs once. The loop syncs as the store does: after each batch, while it
-goes on writing.
+The limit is fio, if installed, or else a loop in eight threads. fio or the loop overwrites and
+reads a file that has been written once. Each run ends with a sync, because otherwise the store's
+first sync would wait for the limit's bytes in the disk's cache. The time of the sync counts only
+for durable writes. fio writes everything and then syncs once. Like the store, the loop syncs after
+each batch, during further writes.
 
-The buffers of a limit lie in the same slab as the store's blocks. On a virtual machine nothing
-changes the speed of a disk as much as its buffers do:
-- A request into scattered pages has a part for each page; a request into neighbouring pages has one
-  part, and reads are then 2.7 times as fast. The speed of other buffers would depend on chance.
+The buffers of a limit are in the same slab as the store's blocks, because on a virtual machine the
+buffers determine the speed of a disk:
+- A request to scattered pages has a part for each page; a request to adjacent pages has one part,
+  with which reads are 2.7 times as fast. The pages of separate buffers would be random.
 - Eight buffers of 256 KiB stay in a processor's cache, which the host reads 1.5 times as fast as
-  memory. A store has as many buffers as blocks on their way, so its limit has as many.
-- 400 requests at a time may be slower than a few. fio needs a request for each of its buffers. The
-  loop uses all buffers in turn with any number of requests, so it shows which number is best."""
+  memory. So the limit has as many buffers as the store.
+- 400 concurrent requests may be slower than a few requests. fio needs a request for each buffer.
+  The loop uses all buffers in turn with any number of requests, so it finds the best number."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from pathlib import Path
 from ...tiers.slab.cpu_slab import CpuSlab
 from ..harness.comparison import WrongWork
 
-QUEUE_DEPTH = 8  # the smallest number of requests at a time
-READ_DEPTHS = (8, 16, 32)  # requests at a time; the best number counts
+QUEUE_DEPTH = 8  # the smallest number of concurrent requests
+READ_DEPTHS = (8, 16, 32)  # numbers of concurrent requests, of which the fastest is the limit
 _LAY_OUT_BYTES = 4 * 1024**2
 _TIMEOUT_SECONDS = 300.0
 
@@ -43,9 +43,9 @@ _TIMEOUT_SECONDS = 300.0
 def make_limit(
     choice: str | None, path: Path, block_bytes: int, file_bytes: int, slab: CpuSlab
 ) -> LoopLimit:
-    """The limit named `choice` ("fio" or "loop"; None takes fio if it is installed). Its buffers
-    lie in `slab`, which must not be used while a limit is measured. Raises OSError, and ValueError
-    if the slab is too small."""
+    """Return the limit named `choice` ("fio" or "loop"; for None, fio if it is installed). The
+    limit's buffers are in `slab`, which must not be used while a limit is measured. Raises OSError,
+    and ValueError if the slab is too small."""
     if len(slab.memory()) < QUEUE_DEPTH * block_bytes:
         raise ValueError(
             f"the buffers of the limit take {QUEUE_DEPTH * block_bytes} bytes and the slab has "
@@ -56,8 +56,8 @@ def make_limit(
 
 
 class LoopLimit:
-    """A limit by threads, eight by default. Each makes one request after the other, with its share
-    of the slab's blocks as buffers. Rates are in bytes a second."""
+    """A limit by threads, eight by default. Each thread makes one request after the other, with its
+    share of the slab's blocks as buffers. Rates are in bytes per second."""
 
     name = "loop"
 
@@ -70,23 +70,23 @@ class LoopLimit:
         _lay_out(path, num_blocks * block_bytes)
 
     def write(self, num_bytes: int) -> float:
-        """Overwrite about `num_bytes` at random places; return bytes a second."""
+        """Overwrite about `num_bytes` at random places; return bytes per second."""
         return self._loop(os.O_WRONLY, os.pwritev, num_bytes, QUEUE_DEPTH)
 
     def write_durably(self, num_bytes: int, batch_bytes: int) -> float:
-        """Overwrite about `num_bytes` and sync; return bytes a second, the syncs included."""
+        """Overwrite about `num_bytes` and sync; return bytes per second, including the syncs."""
         return self.write_in_turn(num_bytes, batch_bytes)
 
     def write_in_turn(self, num_bytes: int, batch_bytes: int) -> float:
-        """Write durably by the loop, even if this limit is fio."""
+        """Write durably by the loop, even if the limit is fio; return bytes per second."""
         return self._loop(os.O_WRONLY, os.pwritev, num_bytes, QUEUE_DEPTH + 1, batch_bytes)
 
     def read(self, num_bytes: int) -> float:
-        """Read about `num_bytes` at random places; return bytes a second."""
+        """Read about `num_bytes` at random places; return bytes per second."""
         return self.read_in_turn(num_bytes, QUEUE_DEPTH)
 
     def read_in_turn(self, num_bytes: int, requests: int) -> float:
-        """Read by the loop, even if this limit is fio, with `requests` requests at a time."""
+        """Read by the loop, even if the limit is fio, with `requests` concurrent requests."""
         return self._loop(os.O_RDONLY, os.preadv, num_bytes, requests)
 
     def close(self) -> None:
@@ -100,8 +100,8 @@ class LoopLimit:
         requests: int,
         batch_bytes: int = 0,
     ) -> float:
-        """Move the bytes; return bytes a second. With `batch_bytes`, a thread syncs each time this
-        many bytes have been written, one thread at a time."""
+        """Read or write about `num_bytes`; return bytes per second. With `batch_bytes`, one thread
+        at a time syncs after so many written bytes."""
         buffers = self.most_buffers
         requests = min(requests, buffers)
         count = max(requests, num_bytes // self._block_bytes)
@@ -135,7 +135,7 @@ class LoopLimit:
 
 
 class FioLimit(LoopLimit):
-    """A limit by fio with libaio; its queue has as many requests as there are buffers."""
+    """A limit by fio with libaio, with one request in the queue for each buffer."""
 
     name = "fio"
 
@@ -162,7 +162,7 @@ class FioLimit(LoopLimit):
             "--direct=1",
             "--norandommap=1",
             f"--mem=mmapshared:/proc/self/fd/{self._slab.fd}",
-            "--iomem_align=0",  # fio adds it to the start of the memory
+            "--iomem_align=0",  # fio adds the alignment to the start of the memory
             "--randrepeat=0",
             "--output-format=json",
         ]
@@ -184,7 +184,7 @@ class FioLimit(LoopLimit):
 
 
 def _sync(path: Path) -> float:
-    """Sync the file; return the seconds that it takes."""
+    """Sync the file; return the seconds of the sync."""
     descriptor, began = os.open(path, os.O_RDWR), time.perf_counter()
     try:
         os.fdatasync(descriptor)
@@ -194,9 +194,9 @@ def _sync(path: Path) -> float:
 
 
 def _lay_out(path: Path, num_bytes: int) -> None:
-    """Write the file once, since the first write to a place costs more than later ones."""
+    """Write the file once, because the first write to a place is slower than later writes."""
     with mmap.mmap(-1, _LAY_OUT_BYTES) as memory, memoryview(memory) as view:
-        view[:] = os.urandom(_LAY_OUT_BYTES)  # a disk that compresses would be too fast with zeros
+        view[:] = os.urandom(_LAY_OUT_BYTES)  # not zeros, with which a compressing disk is too fast
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
         try:
             for offset in range(0, num_bytes, _LAY_OUT_BYTES):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index of a store with a million blocks: look-ups, memory, and the time to open it again.
+"""The case of a store's index with a million blocks: look-ups, memory, and time to open.
 
-The index is real, and so is the opening, with its scan in a child process. The slot file has the
-right size but is sparse, because opening reads no payloads and a million blocks would take
-gigabytes. The limit for opening is one pass over the index that only decodes each row. Both find
-the index in the page cache."""
+The index and the opening, with a scan in a child process, are those of the product. The slot file
+has the right size but is sparse, because opening reads no payloads and a million blocks would need
+gigabytes. The limit for opening is one pass over the index that only decodes each row. The opening
+and the limit find the index in the page cache."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class IndexCase:
     def __init__(self, folder: Path, entries: int) -> None:
         self._folder = folder
         self.entries = entries
-        sizes = range(2**21 + 1, 2**50)  # the smallest size with that many slots is used
+        sizes = range(2**21 + 1, 2**50)  # searched for the smallest size with `entries` slots
         place = bisect_left(sizes, entries, key=lambda size: plan_space(_LAYOUT, size).num_slots)
         self._capacity = sizes[place]
         with _sparse_slots():
             opened = open_store(folder, _LAYOUT, self._capacity, b"", 60.0)
         with contextlib.closing(opened):
-            # Slots are in order, as in a store that was filled up; last uses are not.
+            # Slots are in the order of keys, as in a store that was filled; last uses are random.
             uses = list(range(1, entries + 1))
             random.Random(entries).shuffle(uses)
             for start in range(0, entries, _COMMIT_ROWS):
@@ -57,11 +57,11 @@ class IndexCase:
                 )
 
     def comparison(self) -> Comparison:
-        """Compare rates of rows. The ratio is one of rates, so its inverse is one of times."""
+        """Return the comparison of `reopen` and `pass_over`, in rows per second."""
         return Comparison("reopen", "rows/s", "cursor", self.reopen, self.pass_over)
 
     def reopen(self) -> float:
-        """Open the whole store; return rows a second."""
+        """Open the whole store; return rows per second."""
         began = time.perf_counter()
         store = self._open()
         seconds = time.perf_counter() - began
@@ -69,9 +69,9 @@ class IndexCase:
         return self.entries / seconds
 
     def pass_over(self) -> float:
-        """Read and decode all rows once; return rows a second. A bare cursor only yields two byte
-        strings; counting these is not reading an index, and takes a third of the time of filling a
-        dict with as many keys."""
+        """Read and decode all rows once; return rows per second. Rows are decoded, because a cursor
+        without decoding is no reader of an index: it takes a third of the time in which a dict of
+        as many keys is filled."""
         began = time.perf_counter()
         with contextlib.closing(IndexFile(self._folder / "index", 0)) as index_file:
             count = sum(1 for _ in index_file.iter_rows())
@@ -80,7 +80,7 @@ class IndexCase:
         return count / (time.perf_counter() - began)
 
     def bytes_per_entry(self) -> float:
-        """Bytes of Python memory for each block that an open store holds."""
+        """Return the bytes of Python memory per block of an open store."""
         gc.collect()
         tracemalloc.start()
         try:
@@ -94,7 +94,7 @@ class IndexCase:
         return held / self.entries
 
     def look_ups(self, rounds: int) -> list[float]:
-        """Rates of look-ups in keys a second, in batches of which half the keys are stored."""
+        """Return rates of look-ups in keys per second, in batches with half of the keys stored."""
         store = self._open()
         rng = random.Random(self.entries)
         batches = [
@@ -124,7 +124,7 @@ class IndexCase:
 
 @contextlib.contextmanager
 def _sparse_slots() -> Iterator[None]:
-    """Give slot files their size without disk blocks, so that this space need not be free."""
+    """Create slot files without disk blocks inside the context, which need no free space."""
     with (
         patch.multiple(os, posix_fallocate=lambda fd, _at, size: os.ftruncate(fd, size)),
         patch.multiple(StoreDirectory, check_free_space=lambda _self, _plan: None),

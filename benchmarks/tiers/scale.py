@@ -10,10 +10,10 @@ from ...tiers.block import BlockLayout, pack_key
 
 MIB = 1024**2
 GIB = 1024**3
-# Sections of a run; codecs have no gate.
+# The sections of a run; the section `codecs` has no gate.
 SECTIONS = SLAB, SSD, INDEX, CODECS = ("slab", "ssd", "index", "codecs")
 SIZES: Mapping[str, int] = {"256KiB": 256 * 1024, "2MiB": 2 * MIB, "5MiB": 5 * MIB}
-# A layer of a block has 4 KiB; the number of layers makes the block's size.
+# The size of a layer of a block; the number of layers determines the size of a block.
 _LAYER_BYTES = 4096
 
 
@@ -21,18 +21,18 @@ _LAYER_BYTES = 4096
 class Scale:
     """Sizes in bytes and numbers of rounds."""
 
-    slab_bytes: int  # of the slab, and of the memory to copy from; at least this
+    slab_bytes: int  # least size of the slab, and of the memory to copy from
     slab_rounds: int
-    store_bytes: int  # capacity of the store and size of the limit's file
-    round_bytes: int  # written or read in one round, which takes about 0.2 to 0.5 s
-    rounds: int  # even, so that both sides run first equally often
+    store_bytes: int  # the capacity of the store, and the size of the limit's file
+    round_bytes: int  # bytes of one round, which takes about 0.2 to 0.5 s
+    rounds: int  # even, so that each side runs first equally often
     index_entries: int
     index_rounds: int
-    seconds: float  # after these a comparison begins no more rounds, so a slow disk has fewer
+    seconds: float  # after which a comparison begins no round
 
     @property
     def needed_bytes(self) -> int:
-        """The most bytes that the run has on the disk, with a margin."""
+        """The largest number of bytes of the run on the disk, with a margin."""
         return 2 * self.store_bytes + 300 * self.index_entries + 256 * MIB
 
 
@@ -59,7 +59,7 @@ QUICK = Scale(
 
 
 def layout_of(block_bytes: int) -> BlockLayout:
-    """A layout whose blocks have `block_bytes` bytes."""
+    """Return a layout whose blocks have `block_bytes` bytes."""
     return BlockLayout(
         num_layers=block_bytes // _LAYER_BYTES,
         block_size=16,
@@ -70,6 +70,7 @@ def layout_of(block_bytes: int) -> BlockLayout:
 
 
 def key_of(number: int) -> bytes:
-    """The key of block `number`. As with digests, neighbouring keys differ in all bytes."""
+    """Return the key of block `number`. Like digests, keys of consecutive numbers differ in all
+    bytes."""
     mixed = (number + 1) * 0x9E3779B97F4A7C15_F39CC0605CEDC835_1082276BF3A27251_FBE5EA6DA6EA9C5B
     return pack_key((mixed % 2**256).to_bytes(32, "little"))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks into and out of the real slab, compared with plain copies in plain memory.
+"""The case of blocks copied into and out of the real slab, compared with plain copies.
 
-Both sides copy with numpy on one thread, at random places of regions that no cache holds. The
-difference is the slab's own work and the cost of its memory, which is shared and has small pages.
+The two sides copy with numpy on one thread, at random places of regions that are larger than all
+caches. The difference is the slab's own work and the cost of shared memory with small pages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Bytes = NDArray[np.uint8]
 
 
 def footprint_bytes(least: int, caches: Path = _CACHES) -> int:
-    """Four times the processor's largest cache, and at least `least`, in bytes."""
+    """Return the bytes of four times the largest cache, but at least `least`."""
     sizes = [_cache_bytes(each.read_text().strip()) for each in caches.glob("index*/size")]
     return max(least, _TIMES_CACHE * max(sizes, default=0))
 
@@ -57,14 +57,15 @@ class SlabCase:
         self.put()
 
     def comparisons(self, name: str) -> list[Comparison]:
-        """Comparisons for blocks into the slab, and for blocks out of it."""
+        """Return the comparisons for blocks into the slab, and for blocks out of the slab."""
         return [
             Comparison(f"slab_put_{name}", "bytes/s", "memcpy", self.put, self.copy),
             Comparison(f"slab_get_{name}", "bytes/s", "memcpy", self.get, self.copy),
         ]
 
     def put(self) -> float:
-        """Put as many new blocks as the slab has slots; free slots are in random order."""
+        """Put as many new blocks as there are slots, which are free in random order; return the
+        rate."""
         self._empty()
         keys, slab, size = self._keys[: self.num_blocks], self.slab, self.block_bytes
         began = time.perf_counter()
@@ -79,7 +80,7 @@ class SlabCase:
         return self._rate(began)
 
     def get(self) -> float:
-        """Get every block once, in random order."""
+        """Get every block once, in random order; return the rate."""
         keys, slab, size = self._keys[: self.num_blocks], self.slab, self.block_bytes
         self._rng.shuffle(keys)
         self._places = self._random_places()
@@ -95,7 +96,7 @@ class SlabCase:
         return self._rate(began)
 
     def copy(self) -> float:
-        """Copy the same number of bytes between plain regions, at random places."""
+        """Copy as many bytes between plain regions, at random places; return the rate."""
         size = self.block_bytes
         targets = self._random_places()
         sources = self._random_places()
@@ -109,8 +110,7 @@ class SlabCase:
         self.slab.close()
 
     def _empty(self) -> None:
-        """Empty the slab so that its slots are free in random order, and choose keys it does not
-        hold."""
+        """Empty the slab so that its slots are free in random order, and choose new keys."""
         known = self.slab.keys()
         self._rng.shuffle(known)
         self.slab.forget(known)
@@ -132,7 +132,7 @@ def _copy(target: Bytes, to: int, source: Bytes, at: int, size: int) -> None:
 
 
 def _plain_memory(size: int) -> Bytes:
-    """Ordinary memory with every page touched."""
+    """Return ordinary memory in which every page has been written."""
     memory: Bytes = np.frombuffer(
         mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
     )

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks to and from the real SSD store, compared with the limits of the disk.
+"""The case of blocks to and from the real SSD store, compared with the limits of the disk.
 
-The store is used as the hierarchy uses it: buffers in a slab, batches of 32 MiB, each acknowledged
-as a whole, and as many bytes in flight as write-back has. Before the first round every slot is
-written once, as is the limit's file; the rate of that first write is reported. The limit has its
-buffers in the same slab.
+The store is used like in the hierarchy: with buffers in a slab, batches of 32 MiB that are
+acknowledged as a whole, and as many bytes in flight as in write-back. Before the first round, every
+slot and the limit's file are written once; the rate of the store's first write is reported. The
+limit's buffers are in the same slab.
 
-The cost of checksums is the difference between reads and writes with and without hashing. No option
-of the product switches checksums off, so functions are replaced during a round. The figures of
-codecs are the bytes left and the rates on one thread, for blocks of normally distributed numbers;
-real keys and values may differ. Codecs have no gate: an operator chooses one for a slow disk."""
+The cost of checksums is the difference between reads and writes with and without hashing. The
+product has no option without checksums, so functions are replaced during a round. The figures of
+codecs are the ratio of bytes and the rates on one thread, for blocks of normally distributed
+numbers; real keys and values may have other figures. Codecs have no gate, because an operator
+chooses a codec only for a slow disk."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ _T = TypeVar("_T")
 
 
 class StoreCase:
-    """A store in the new folder `folder`, filled and turned over, and the file of the limit.
-    `limit` is "fio", "loop" or None, which takes fio if it is installed."""
+    """A store in the new folder `folder`, whose slots have all been written once, and the file of
+    the limit. `limit` is "fio", "loop" or None, with which fio is used if installed."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class StoreCase:
         num_slots = self.store.stats().capacity_blocks
         self.num_live = int(num_slots * _LIVE_SHARE)
         self._round_blocks = min(self.num_live, scale.round_bytes // block_bytes)
-        # A batch has at least BATCH_BYTES, except if a small store has no room for four of these.
+        # A batch has at least BATCH_BYTES, except in a store too small for several batches.
         self._batch = max(1, min(-(-BATCH_BYTES // block_bytes), self.num_live // 6))
         slab_bytes = BATCHES_IN_FLIGHT * self._batch * block_bytes
         self.slab = CpuSlab(layout, slab_bytes, huge_pages=huge_pages)
@@ -89,10 +90,11 @@ class StoreCase:
         self._num_keys = 0
         self._live: list[bytes] = []
         self.first_write_rate = self._timed_store(num_slots)
-        self.clear()  # a full store has begun to evict
+        self.clear()  # because a full store evicts blocks
 
     def comparisons(self, name: str) -> list[Comparison]:
-        """Compare writes into free slots, and random reads. Every batch is acknowledged."""
+        """Return comparisons of writes to free slots, and of random reads, with acknowledged
+        batches."""
         moved = self._round_blocks * self._size
         return [
             self._written(f"ssd_write_{name}", self.write, moved),
@@ -102,7 +104,7 @@ class StoreCase:
                 self.limit.name,
                 self.read,
                 partial(self.limit.read, moved),
-                # The limit's own number of requests may not be its fastest, so others are rivals.
+                # Rivals have other numbers of concurrent requests, which may be faster.
                 rivals={
                     f"loop x{requests}": partial(self.limit.read_in_turn, moved, requests)
                     for requests in READ_DEPTHS
@@ -112,17 +114,17 @@ class StoreCase:
         ]
 
     def churn_comparison(self, name: str) -> Comparison:
-        """Compare rounds that replace all blocks of the store once."""
+        """Return the comparison of rounds that replace all blocks of the store once."""
         turned = self.num_live * self._size
         return self._written(f"ssd_churn_{name}", self.churn, turned)
 
     def write(self) -> float:
-        """Store new blocks into an empty store; return bytes a second."""
+        """Store new blocks in an empty store; return bytes per second."""
         self.clear()
         return self._timed_store(self._round_blocks)
 
     def read(self) -> float:
-        """Load random blocks once each, none of them in the page cache; return bytes a second."""
+        """Load random blocks once each, without the page cache; return bytes per second."""
         self.fill()
         keys = self._rng.sample(self._live, self._round_blocks)
 
@@ -133,20 +135,19 @@ class StoreCase:
         return self._move(keys, self.store.load, check)
 
     def churn(self) -> float:
-        """Store as many new blocks as there are; each batch replaces random blocks. Return bytes a
-        second."""
+        """Replace all blocks by new ones, in batches, in random order; return bytes per second."""
         self.fill()
         return self._timed_store(self.num_live, evicting=True)
 
     def fill(self) -> None:
-        """Fill 90 % of the slots, unless they are filled already."""
+        """Fill 90 % of the slots with blocks."""
         missing = self.num_live - len(self._live)
         if missing > 0:
             self._timed_store(missing)
 
     def clear(self) -> None:
-        """Empty the store, on the disk too, so that the commit which removes rows is not part of
-        the next round."""
+        """Empty the store and its index on the disk, so that the next round does not include the
+        commit that removes rows."""
         self.store.clear()
         self._live.clear()
         index = self.store._state.index
@@ -157,8 +158,7 @@ class StoreCase:
             time.sleep(0.002)
 
     def look_ups_while_churning(self) -> float:
-        """The rate of look-ups in keys a second, in batches, while another thread replaces
-        blocks."""
+        """Return keys per second of batched look-ups, while another thread replaces blocks."""
         self.fill()
         batches = [
             [key_of(self._rng.randrange(2 * self._num_keys)) for _ in range(LOOK_UP_KEYS)]
@@ -181,7 +181,7 @@ class StoreCase:
         return rate
 
     def close(self) -> None:
-        """Close everything. Raises WrongWork if the store met any fault."""
+        """Close store, limit and slab. Raises WrongWork if the store has had any fault."""
         stats = self.store.stats()
         self.store.close(_SECONDS)
         self.limit.close()
@@ -191,8 +191,8 @@ class StoreCase:
             raise WrongWork(f"the store met faults: {stats.rejected} {stats.errors}")
 
     def _written(self, name: str, ours: Callable[[], float], num_bytes: int) -> Comparison:
-        """Compare with the disk's durable writes if the store is durable, else with plain writes.
-        The other kind of limit is only shown."""
+        """Return a comparison with the disk's durable writes if the store is durable, else with
+        plain writes. The other kind of limit is only reported."""
         kind, size = self.limit.name, self._batch * self._size
         written: dict[str, Callable[[], float]] = {kind: partial(self.limit.write, num_bytes)}
         durable: dict[str, Callable[[], float]] = {
@@ -206,7 +206,7 @@ class StoreCase:
         )
 
     def _timed_store(self, count: int, *, evicting: bool = False) -> float:
-        """Store `count` new blocks until the last one is acknowledged; return bytes a second."""
+        """Store `count` new blocks until the last acknowledgement; return bytes per second."""
 
         def store(batch: list[bytes], buffers: list[memoryview]) -> Future[list[Stored]]:
             if evicting:
@@ -233,7 +233,8 @@ class StoreCase:
         begin: Callable[[list[bytes], list[memoryview]], Future[_T]],
         check: Callable[[list[bytes], _T], None],
     ) -> float:
-        """Move batch after batch, each as soon as buffers are free; return bytes a second."""
+        """Move the blocks of `keys` in batches, as soon as buffers are free; return bytes per
+        second."""
         flying: deque[tuple[list[bytes], Future[_T], list[memoryview]]] = deque()
 
         def end_first() -> None:
@@ -257,7 +258,7 @@ NAMES = ("checksum_cost_read_2MiB", "checksum_cost_write_2MiB")
 
 
 def checksum_comparisons(case: StoreCase) -> list[Comparison]:
-    """Comparisons of reads and of writes: the rate with hashing over the rate without."""
+    """Return the comparisons of reads and of writes with hashing and without hashing."""
     return [
         Comparison(name, "bytes/s", "no hashing", work, _plainly(work))
         for name, work in zip(NAMES, (case.read, case.write), strict=True)
@@ -265,7 +266,7 @@ def checksum_comparisons(case: StoreCase) -> list[Comparison]:
 
 
 def cost(ratio: float) -> float:
-    """The time that hashing adds, as a share of the time without, from a ratio of rates."""
+    """Return the time of hashing, as a share of the time without hashing, from a ratio of rates."""
     return 1 / ratio - 1
 
 
@@ -286,7 +287,8 @@ _SEED = 5
 
 
 def measure_codecs(rounds: int = _ROUNDS) -> dict[str, dict[str, Any]]:
-    """Figures by codec and dtype: `ratio` of bytes, and rates in bytes of the block a second."""
+    """Return figures by codec and dtype: the `ratio` of bytes, and rates in bytes of uncompressed
+    blocks per second."""
     found = {}
     for dtype in DTYPES:
         layout = BlockLayout(32, 16, 8, 2**8 // DTYPES[dtype].itemsize, dtype)

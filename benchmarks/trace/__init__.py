@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench trace`: request traces replayed against eviction and admission."""
+"""`stratakv bench trace`: replays request traces with eviction policies and admission filters."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench trace [PATH ...]`: request traces replayed against eviction and admission.
+"""`stratakv bench trace [PATH ...]`: replays traces with eviction policies and filters.
 
-A PATH is a trace (JSON Lines with hash_ids, plain or gzip) or a folder of traces. Without a PATH
-two traces are made up, of chats and of coding agents. Each trace is replayed with every eviction
+A PATH is a trace (JSON Lines with hash_ids, plain or gzip) or a folder of traces. Without a PATH,
+two traces are generated, of chats and of coding agents. Each trace is replayed with every eviction
 policy in one tier of 1 to 50 % of the trace's distinct blocks, and with admission filters in two
-tiers. LRU and the best possible policy (Belady's) are measured too. No byte is moved."""
+tiers. LRU and the optimal policy (Belady's) are the references. No bytes are moved."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .formats import AGENTS, CHAT, Trace, TraceError, trace_files, trace_name
 
 _INFINITE_PERCENT = 100
 _BASELINES = (replay.HEADS_FIRST, replay.OPT)
-# ratio → its column
+# ratio → column of the table
 _ADMISSION_RATIOS: Mapping[str, str] = {
     "admission_written_over_write_through": "written over write-through",
     "admission_points_lost": "points lost",
@@ -47,12 +47,12 @@ _ADMISSION_RATIOS: Mapping[str, str] = {
 def fill_report(
     report: Report, traces: Mapping[str, Trace], answers: Sequence[replay.Answer]
 ) -> None:
-    """Compute limits, figures and ratios from the answers; the plan must be in the report already.
+    """Compute limits, figures and ratios from the answers; `report` must already have the plan.
 
     gap_closed                sum(hit - LRU) / sum(OPT - LRU) over all traces and capacities
-    worst_points_below_lru    the most points by which the policy is below LRU, over all cells
-    admission_written_over_write_through_TRACE_PAIR   blocks written with the filter, over those
-    that write-through writes
+    worst_points_below_lru    the largest difference, in points, of LRU's hit rate and the policy's
+    admission_written_over_write_through_TRACE_PAIR   blocks written with the filter, over blocks
+    written by write-through
     admission_points_lost_TRACE_PAIR                  points that the filter loses in write-back
     admission_points_below_write_through_TRACE_PAIR   points by which it is below write-through"""
     report.figures["plan"]["traces"] = {
@@ -79,7 +79,7 @@ def fill_report(
                     "microseconds_per_block": 1e6 * answer.seconds / trace.num_accesses,
                 }
             case replay.PairCell() as cell, replay.TwoTierOutcome() as outcome:
-                # The capacities in percent of the distinct blocks.
+                # The pair is named by the capacities, in percent of the distinct blocks.
                 pair = f"{cell.upper_percent}_over_{cell.lower_percent}"
                 rows = two[trace.name].setdefault(pair, {})
                 rows[row_name(cell)] = asdict(outcome) | {"hit_percent": outcome.hit_percent}
@@ -94,7 +94,7 @@ def fill_report(
 
 
 def row_name(cell: replay.PairCell) -> str:
-    """The name of a row of two tiers."""
+    """Return the name of a row of two tiers."""
     name = cell.arrangement.value
     if cell.lower != replay.LRU:
         name += f", {cell.lower} below"
@@ -104,7 +104,7 @@ def row_name(cell: replay.PairCell) -> str:
 
 
 def _in_order(rows: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The rows with ascending capacities; policies come before the limits."""
+    """Return the rows with ascending capacities, the policies before the references."""
     names = [name for name in rows if name not in _BASELINES] + list(_BASELINES)
     return {name: dict(sorted(rows[name].items(), key=lambda item: int(item[0]))) for name in names}
 
@@ -122,7 +122,7 @@ def _add_policy_ratios(report: Report) -> None:
         gain = sum(hit - lru for hit, lru, _ in cells)
         gap = sum(opt - lru for _, lru, opt in cells)
         worst = max(worst, *(lru - hit for hit, lru, _ in cells))
-        # If nothing can be gained, there is no share of it.
+        # The share is undefined if the optimal policy has no gain.
         if gap > 0:
             report.ratios[f"gap_closed_{name}"] = gain / gap
         pooled_gain += gain
@@ -219,7 +219,7 @@ _DASHED = (replay.OPT, replay.HEADS_FIRST)
 
 
 def plot_traces(report: Report, path: Path) -> Path:
-    """Draw a column for each trace: one tier above, two tiers below."""
+    """Draw a column of panels for each trace: one tier above, two tiers below."""
     names = list(report.figures["one_tier"])
     figure, panels = new_figure(2, len(names), 6.0)
     for column, name in enumerate(names):
@@ -252,8 +252,8 @@ def _plot_hits(axes: Any, rows: Mapping[str, Any], report: Report, name: str) ->
 
 
 def _plot_writes(axes: Any, pairs: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-    """Draw a bar of the blocks written for each row of the middle pair, with its hits beside the
-    bar. The JSON and the tables have the other pairs."""
+    """Draw a bar of the written blocks, with the hits as text, for each row of the middle pair of
+    capacities. The remaining pairs are in the JSON and the tables."""
     pair = list(pairs)[len(pairs) // 2]
     rows = pairs[pair]
     written = [cells["written_per_block"] for cells in rows.values()]
@@ -274,7 +274,7 @@ def _plot_writes(axes: Any, pairs: Mapping[str, Mapping[str, Mapping[str, float]
 
 CAPACITIES_PERCENT = (1, 2, 5, 10, 20, 50)
 PAIRS_PERCENT = ((1, 5), (2, 10), (5, 20))
-# Requests of the made-up traces: as many as the public traces have, and fewer for --quick.
+# The requests of a generated trace, as many as in the public traces, and of a quick run.
 _REQUESTS = {CHAT.name: (12_000, 1_500), AGENTS.name: (7_000, 600)}
 MAX_SEED = 2**32 - 1
 
@@ -315,8 +315,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def choose_policy(name: str | None) -> str:
-    """The policy of the ratios: a name, or the `module:attribute` that makes one. Raises
-    ConfigError for an unknown policy, and for one that cannot be loaded or breaks the contract."""
+    """Return the policy of the ratios: a name, or the `module:attribute` of a factory. Raises
+    ConfigError for a policy that is unknown, cannot be loaded or breaks the contract."""
     if name is None:
         return DEFAULT_POLICY
     if ":" not in name:
@@ -329,7 +329,7 @@ def choose_policy(name: str | None) -> str:
 
 
 def choose_filter(name: str | None) -> str:
-    """The admission filter of the ratios. Raises ConfigError for an unknown filter."""
+    """Return the admission filter of the ratios. Raises ConfigError for an unknown filter."""
     return DEFAULT_FILTER if name is None else _known("--admission", name, known_filters())
 
 
@@ -341,7 +341,7 @@ def _known(flag: str, name: str, table: Sequence[str]) -> str:
 
 
 def choose_sources(arguments: argparse.Namespace) -> list[replay.Source]:
-    """The named traces, or those to make up. Raises TraceError, ConfigError."""
+    """Return the named traces, or the traces to generate. Raises TraceError, ConfigError."""
     if arguments.paths:
         if arguments.quick:
             raise ConfigError("--quick replays made-up traces; leave out PATH, or --quick")
@@ -355,7 +355,7 @@ def choose_sources(arguments: argparse.Namespace) -> list[replay.Source]:
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
-    """Unique names for keys of the report, of letters, digits and underscores."""
+    """Return unique keys for the report, of letters, digits and underscores."""
     plain = [re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_") or "trace" for name in names]
     unique: list[str] = []
     for name in plain:
@@ -368,7 +368,7 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def load(sources: Sequence[replay.Source]) -> dict[str, Trace]:
-    """All traces by name. Raises TraceError."""
+    """Return all traces by name. Raises TraceError."""
     traces = {source.name: source.load() for source in sources}
     for name, trace in traces.items():
         if not trace.num_accesses:
@@ -403,12 +403,10 @@ def measure(
 
 
 def make_cells(names: Sequence[str], policy: str, admission: str) -> list[replay.AnyCell]:
-    """All cells to replay, trace by trace."""
+    """Return all cells to replay, trace by trace."""
     cells: list[replay.AnyCell] = []
     for name in names:
-        cells.append(
-            replay.Cell(name, replay.LRU, 100)
-        )  # an infinite cache: nothing is ever evicted
+        cells.append(replay.Cell(name, replay.LRU, 100))  # an infinite cache, which evicts nothing
         for row in (*dict.fromkeys((*POLICIES, policy)), replay.HEADS_FIRST, replay.OPT):
             cells += [replay.Cell(name, row, percent) for percent in CAPACITIES_PERCENT]
         for upper, lower in PAIRS_PERCENT:

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces, read or made up. They are JSON Lines, plain or gzip, with the fields of Mooncake's
-FAST'25 traces.
+"""Request traces, read from files or generated. A file has JSON Lines, plain or gzip, with the
+fields of Mooncake's FAST'25 traces.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, …]}
 
 `timestamp` is in milliseconds and never decreases. An id in `hash_ids` stands for a block of 512
-tokens and all blocks before it, head first. The last block of a prompt may be partial or be left
-out. Other fields (`session_id` of the agent traces) are not used. Since a trace comes from outside,
-everything in it is bounded, and an error names the line.
+tokens and all earlier blocks of the prompt. The last block of a prompt may be partial or be left
+out. Other fields (`session_id` of the agent traces) are not used. All values have limits, because
+traces are not trusted; an error names the line.
 
-Blocks are numbered from 0 in the order of their first use, so that they can index an array.
-Policies get 40-byte keys, as long and as evenly distributed as the product's keys.
+Blocks are numbered from 0 in the order of their first use, so that block numbers can index an
+array. Policies get 40-byte keys, as long and as evenly distributed as the product's keys.
 
-Made-up traces are sessions of turns that look to a cache like chats or like coding agents. Sessions
-start at random times. Each begins with one of a few shared system prompts. After each turn it goes
-on, after a gap, with a probability that depends on the number of turns so far. A turn adds blocks
-to those of the turn before; sometimes it goes back to an earlier place and branches off. The
-numbers of `CHAT` and `AGENTS` are measured on public traces of both kinds."""
+Generated traces are sessions of turns, with the cache behaviour of chats or of coding agents.
+Sessions start at random times. Each session begins with one of a few shared system prompts. After
+each turn, the session continues, after a gap, with a probability that depends on the number of
+turns so far. A turn adds blocks to the blocks of the previous turn; some turns branch off at an
+earlier place. The values of `CHAT` and `AGENTS` are measured on public traces."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KEY_BYTES = 40
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request: its arrival, its blocks head first, and the tokens that they hold."""
+    """A request: its arrival, its blocks in order, and the number of their tokens."""
 
     arrival_seconds: float
     chain: Sequence[int]
@@ -50,19 +50,19 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Trace:
-    """Prompts whose blocks are prefix-chained: each block always has the same predecessor."""
+    """Prompts whose blocks are prefix-chained: in all prompts, a block has the same predecessor."""
 
     name: str
     prompts: Sequence[Prompt]
 
     @cached_property
     def num_accesses(self) -> int:
-        """The number of blocks of all prompts; a block counts each time it occurs."""
+        """The number of blocks of all prompts, with repetitions."""
         return sum(len(prompt.chain) for prompt in self.prompts)
 
     @cached_property
     def num_blocks(self) -> int:
-        """The number of distinct blocks; they are numbered from 0."""
+        """The number of distinct blocks, which are numbered from 0."""
         return 1 + max((max(prompt.chain, default=-1) for prompt in self.prompts), default=-1)
 
     @property
@@ -71,14 +71,14 @@ class Trace:
 
     @cached_property
     def keyed_chains(self) -> list[list[bytes]]:
-        """The chains as keys. Equal blocks share one object, so that comparing them is cheap."""
+        """The chains of blocks as keys. Equal keys are one object, for cheap comparisons."""
         keys = [key_of(block) for block in range(self.num_blocks)]
         return [[keys[block] for block in prompt.chain] for prompt in self.prompts]
 
     @cached_property
     def next_uses(self) -> list[array[int]]:
         """The index of the next prompt with the same block, for each block of each prompt; the
-        number of prompts if there is none."""
+        number of prompts if no later prompt has the block."""
         coming = array("q", [len(self.prompts)]) * self.num_blocks
         result: list[array[int]] = []
         for index in range(len(self.prompts) - 1, -1, -1):
@@ -90,7 +90,7 @@ class Trace:
         return result
 
     def capacity_blocks(self, percent: float) -> int:
-        """The number of blocks that are `percent` % of the distinct blocks, at least one."""
+        """Return the number of blocks that is `percent` % of the distinct blocks, at least 1."""
         return max(1, int(self.num_blocks * percent / 100))
 
 
@@ -101,7 +101,7 @@ def key_of(block: int) -> bytes:
 SUFFIXES = (".jsonl", ".jsonl.gz")
 MAX_FILES = 64
 MAX_LINE_BYTES = 2 * 2**20
-MAX_FILE_BYTES = 2 * 2**30  # unpacked
+MAX_FILE_BYTES = 2 * 2**30  # limit of a file's unpacked bytes
 MAX_REQUESTS = 2_000_000
 MAX_CHAIN_BLOCKS = 2**16
 MAX_ACCESSES = 50_000_000
@@ -111,7 +111,7 @@ _Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_CHAIN_BLOCKS * BLOCK_TOKENS)]
 
 
 class TraceError(ValueError):
-    """A path or line that is no trace; the message has the expected and the actual value."""
+    """A path or line is no trace; the message has the expected and the actual value."""
 
 
 class _Line(msgspec.Struct):
@@ -122,7 +122,7 @@ class _Line(msgspec.Struct):
 
 
 def trace_files(paths: list[Path]) -> list[Path]:
-    """The trace files that the paths name. A folder stands for all traces below it. Raises
+    """Return the trace files of the paths; a folder stands for all traces below. Raises
     TraceError."""
     found: list[Path] = []
     for path in paths:
@@ -144,17 +144,17 @@ def trace_files(paths: list[Path]) -> list[Path]:
 
 
 def is_trace(path: Path) -> bool:
-    """Whether the path is a file whose name ends as a trace's does."""
+    """Whether the path is a file with the name extension of a trace."""
     return path.name.endswith(SUFFIXES) and path.is_file()
 
 
 def trace_name(path: Path) -> str:
-    """The name of a trace in the tables: `conversation` for conversation_trace.jsonl.gz."""
+    """Return the name of a trace in the tables: `conversation` for conversation_trace.jsonl.gz."""
     return path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix("_trace")
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a file. Raises TraceError."""
+    """Return the trace in a file. Raises TraceError."""
     reader = _Reader(path.name)
     try:
         is_packed = path.name.endswith(".gz")
@@ -182,19 +182,19 @@ def _lines(file: BinaryIO, name: str) -> Iterator[bytes]:
 
 
 class _Reader:
-    """Converts lines into prompts, and checks each line against the lines before it."""
+    """A reader that converts lines to prompts, and checks each line against all earlier lines."""
 
     def __init__(self, name: str) -> None:
         self.prompts: list[Prompt] = []
         self._name = name
         self._decoder = msgspec.json.Decoder(_Line)
         self._numbers: dict[int, int] = {}  # id → block number
-        self._parents: list[int] = []  # parent of each block number; -1 for a head
+        self._parents: list[int] = []  # predecessor of each block number; -1 for a first block
         self._accesses = 0
         self._last_timestamp = 0.0
 
     def take(self, number: int, line: bytes) -> None:
-        """Convert one line; skip an empty one."""
+        """Convert one line to a prompt; skip an empty line."""
         if not line.strip():
             return
         try:
@@ -248,7 +248,7 @@ _P90 = 1.2815515655446004  # 90th percentile of the standard normal distribution
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """A log-normal distribution, given by its measured median and 90th percentile."""
+    """A log-normal distribution with the measured median and 90th percentile."""
 
     p50: float
     p90: float
@@ -259,18 +259,18 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Distributions of sessions. A probability by turn starts with the first turn; later turns than
-    listed have the last one."""
+    """The distributions of sessions. `continues_by_turn` has the probability of a further turn
+    after each turn; the last value is also for all later turns."""
 
     name: str
     sessions_per_second: float
     continues_by_turn: tuple[float, ...]
     gap_seconds: Quantiles
-    first_blocks: Quantiles  # added in the first turn after the system prompt
-    added_blocks: Quantiles  # added in each later turn
+    first_blocks: Quantiles  # blocks of the first turn, after the system prompt
+    added_blocks: Quantiles  # blocks that each later turn adds
     system_prompts: int
     system_blocks: int
-    branches: float  # the probability that a turn goes back to an earlier place
+    branches: float  # the probability that a turn branches off at an earlier place
     has_partial_blocks: bool  # whether the next turn replaces the last block
     max_blocks: int
 
@@ -318,7 +318,7 @@ class _Generator:
         self._heads: dict[int, list[int]] = {}
         self._num_blocks = 0
         self._serial = 0
-        self._events: list[tuple[float, int, _Session | None]] = []  # None: a session starts
+        self._events: list[tuple[float, int, _Session | None]] = []  # None: a new session
 
     def run(self, requests: int) -> Trace:
         self._at(0.0, None)
@@ -336,11 +336,11 @@ class _Generator:
         return Trace(self._shape.name, prompts)
 
     def _at(self, when: float, session: _Session | None) -> None:
-        self._serial += 1  # orders events with equal times
+        self._serial += 1  # the order of events with equal times
         heapq.heappush(self._events, (when, self._serial, session))
 
     def _head(self) -> list[int]:
-        """The blocks of a random system prompt. The first prompts are the most frequent."""
+        """Return the blocks of a random system prompt. The n-th prompt has the weight 1/n."""
         weights = [1 / rank for rank in range(1, self._shape.system_prompts + 1)]
         [chosen] = self._rng.choices(range(self._shape.system_prompts), weights)
         if chosen not in self._heads:
@@ -372,5 +372,5 @@ class _Generator:
 
 
 def generate(shape: Shape, requests: int, seed: int) -> Trace:
-    """A trace of `requests` prompts, the same for the same seed."""
+    """Return a trace of `requests` prompts, equal for equal seeds."""
     return _Generator(shape, seed).run(requests)

@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays a trace against an eviction policy, in one tier or two, without moving bytes.
+"""Replays a trace with an eviction policy, in one tier or two tiers, without moving bytes.
 
-A prompt is served from the leading run of its resident blocks (the prefix rule). Its other blocks
-are then stored, as in the CPU slab: the policy evicts to make room, but no block of the same
-prompt, and a tail that still does not fit is left out. Requests run one by one, only prompts'
-blocks are stored, and tiers start empty.
+A prompt's hits are the leading run of its resident blocks (the prefix rule). The prompt's missing
+blocks are then stored, as in the CPU slab: the policy evicts blocks, but no block of the same
+prompt, and the last blocks are left out if there is still no space. Requests run one by one, only
+prompts' blocks are stored, and tiers start empty.
 
-In two tiers a small one (the pool or the slab) lies above a larger one that is written to:
+Of two tiers, the upper tier is small (the pool or the slab), the lower tier is larger, and writes
+to the lower tier are counted:
 
-    write-through  every block is stored in both at once
+    write-through  every block is stored in the two tiers at the same time
     write-back     the upper tier's victims are stored below if the filter admits them; a block that
-                   is promoted keeps its copy below, so it is not written again while the copy stays
-    exclusive      the same, but a promoted block is removed from the lower tier
+                   is promoted keeps its copy below, and is not written again while the copy exists
+    exclusive      like write-back, but a promoted block is removed from the lower tier
 
-The leading run of blocks that are in either tier is served; a block in both comes from the upper
-tier. The lower tier's policy counts a block as used when it is promoted and when the upper tier
-evicts it.
+The hits are the leading run of blocks that are in one of the two tiers; a block in the two tiers
+counts as a hit of the upper tier. For the lower tier's policy, a block is used when it is promoted
+and when the upper tier evicts it.
 
-A cell of the tables is one replay, in this process or in a worker. It consists of a few plain
-values, so that it can be sent to a worker, which reads or generates the trace again."""
+A cell of the tables is one replay, in this process or in a worker process. A cell object has only a
+few plain values, so that it can be sent to a worker, which reads or generates the trace again."""
 
 from __future__ import annotations
 
@@ -40,27 +41,26 @@ from ...tiers.policies.known_policies import policy_factory
 from ...tiers.processes.python_command import spawn_context
 from .formats import BLOCK_TOKENS, SHAPES, Trace, generate, read_trace
 
-_WEIGHT_FLOPS = 2 * 8.0e9  # for each token
-_ATTENTION_FLOPS = 4 * 32 * 4096  # for each token and each token before it: layers, hidden size
+_WEIGHT_FLOPS = 2 * 8.0e9  # operations per token
+_ATTENTION_FLOPS = 4 * 32 * 4096  # operations per pair of tokens: 32 layers, hidden size 4096
 _ATTENTION_PER_BLOCK = _ATTENTION_FLOPS * BLOCK_TOKENS / _WEIGHT_FLOPS
 
 
 def prefill_work(blocks: int) -> float:
-    """The prefill work of a prompt's first `blocks` blocks. The work of later blocks is a
-    difference."""
+    """Return the prefill work of a prompt's first `blocks` blocks."""
     return blocks + _ATTENTION_PER_BLOCK * blocks * blocks / 2
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The shares of a trace that a tier served."""
+    """The shares of a trace that were hits of a tier."""
 
-    hit_percent: float  # of the prompts' blocks
-    work_percent: float  # of the prefill work
+    hit_percent: float  # percent of the prompts' blocks
+    work_percent: float  # percent of the prefill work
 
 
 class ReplayTier:
-    """A tier that handles keys as `CpuSlab` does, without bytes."""
+    """A tier that handles keys like `CpuSlab`, without bytes."""
 
     def __init__(self, policy: EvictionPolicy, capacity_blocks: int) -> None:
         self.policy = policy
@@ -68,7 +68,7 @@ class ReplayTier:
         self.resident: set[bytes] = set()
 
     def leading_hits(self, chain: Sequence[bytes]) -> int:
-        """The number of resident blocks at the start of `chain`. Changes nothing."""
+        """Return the number of resident blocks at the start of `chain`; no state changes."""
         resident = self.resident
         for index, key in enumerate(chain):
             if key not in resident:
@@ -78,9 +78,9 @@ class ReplayTier:
     def make_room(
         self, count: int, wanted: Sequence[bytes], coming: Sequence[bytes] | None = None
     ) -> list[bytes]:
-        """Evict until `count` blocks fit, or fewer if the policy prefers the present blocks to the
-        `coming` ones. No block of `wanted` is evicted. `coming` defaults to the blocks of `wanted`
-        that are not resident. Return the victims."""
+        """Evict blocks until `count` blocks fit, or fewer if the policy prefers resident blocks to
+        blocks of `coming`. No block of `wanted` is evicted. `coming` defaults to the blocks of
+        `wanted` that are not resident. Return the victims."""
         excess = count - (self.capacity_blocks - len(self.resident))
         if excess <= 0:
             return []
@@ -93,14 +93,14 @@ class ReplayTier:
         return victims
 
     def take_in(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Store as many of these new blocks as fit, head first; return the stored ones."""
+        """Store as many of the first new blocks of `keys` as fit; return the stored blocks."""
         kept = keys[: self.capacity_blocks - len(self.resident)]
         self.resident.update(kept)
         return kept
 
 
 def replay(trace: Trace, policy: EvictionPolicy, capacity_blocks: int) -> Outcome:
-    """Run a trace through an empty tier of `capacity_blocks` blocks."""
+    """Replay a trace with an empty tier of `capacity_blocks` blocks."""
     tier = ReplayTier(policy, capacity_blocks)
     resident = tier.resident
     hits_by_prompt = []
@@ -111,15 +111,15 @@ def replay(trace: Trace, policy: EvictionPolicy, capacity_blocks: int) -> Outcom
         missing = [key for key in chain[hits:] if key not in resident]
         tier.make_room(len(missing), chain)
         kept = tier.take_in(missing)
-        # Tails first, so that they are evicted first; used blocks after new ones, so that they
-        # stay.
+        # The last blocks of a prompt are inserted first, so that they are evicted first. Hits are
+        # touched after new blocks are inserted, so that hits are evicted later.
         policy.insert(reversed(kept))
         policy.touch(reversed(chain[:hits]))
     return outcome(trace, hits_by_prompt)
 
 
 def outcome(trace: Trace, hits_by_prompt: Sequence[int]) -> Outcome:
-    """The served shares, given the number of leading blocks that each prompt found."""
+    """Return the shares of hits, from the number of leading resident blocks of each prompt."""
     saved = work = 0.0
     for prompt, hits in zip(trace.prompts, hits_by_prompt, strict=True):
         saved += prefill_work(hits)
@@ -131,12 +131,12 @@ _ABSENT = -1
 
 
 def replay_opt(trace: Trace, capacity_blocks: int) -> Outcome:
-    """Run a trace through an empty tier that evicts with knowledge of all later prompts."""
+    """Replay a trace with an empty tier and the optimal policy, which uses all later prompts."""
     prompts = trace.prompts
     never = len(prompts)
     depths = 1 + max((len(prompt.chain) for prompt in prompts), default=0)
-    # Block → the prompt it is kept for. The heap holds prompt and depth as one number, the farthest
-    # first. An entry is valid only while its block is kept for that prompt.
+    # Block → the next prompt with the block. The heap has prompt and depth as one number, the
+    # farthest first. An entry is valid only while `kept_for` of its block is the entry's prompt.
     kept_for = array("q", [_ABSENT]) * trace.num_blocks
     farthest: list[int] = []
     num_kept = 0
@@ -166,7 +166,7 @@ def replay_opt(trace: Trace, capacity_blocks: int) -> Outcome:
 
 
 def replay_heads_first(trace: Trace, capacity_blocks: int) -> Outcome:
-    """Run a trace through LRU that uses each prompt's blocks one by one, head first."""
+    """Replay a trace with LRU that uses each prompt's blocks one by one, in order."""
     order: OrderedDict[int, None] = OrderedDict()
     hits_by_prompt = []
     for prompt in trace.prompts:
@@ -183,7 +183,7 @@ def replay_heads_first(trace: Trace, capacity_blocks: int) -> Outcome:
 
 
 class Arrangement(Enum):
-    """The relation between the blocks of the two tiers."""
+    """The rule by which blocks are stored in the lower of two tiers."""
 
     WRITE_THROUGH = "write-through"
     WRITE_BACK = "write-back"
@@ -192,21 +192,21 @@ class Arrangement(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TwoTierOutcome:
-    """The shares that each tier served, and the blocks written to the lower tier."""
+    """The share of hits of each tier, and the blocks written to the lower tier."""
 
-    upper_percent: float  # hits, of the prompts' blocks
+    upper_percent: float  # hits in percent of the prompts' blocks
     lower_percent: float
-    written_per_block: float  # written to the lower tier, per block of a prompt
+    written_per_block: float  # writes to the lower tier per block of a prompt
 
     @property
     def hit_percent(self) -> float:
-        """Hits of both tiers together, in percent of the prompts' blocks."""
+        """The hits of the two tiers together, in percent of the prompts' blocks."""
         return self.upper_percent + self.lower_percent
 
 
 @dataclass(slots=True)
 class TwoTiers:
-    """An upper and a lower tier, and the moves between them."""
+    """An upper and a lower tier, and the moves of blocks between the two."""
 
     arrangement: Arrangement
     upper: ReplayTier
@@ -217,7 +217,7 @@ class TwoTiers:
     written: int = 0
 
     def run(self, chain: Sequence[bytes], now: float) -> None:
-        """Serve one prompt, head first."""
+        """Replay one prompt: count its hits, and store its missing blocks."""
         for policy in (self.upper.policy, self.lower.policy):
             policy.observe(chain, now)
         self.admission.observe(chain, now)
@@ -251,7 +251,7 @@ class TwoTiers:
         missing = [key for key in chain if key not in upper.resident]
         victims = upper.make_room(len(missing), chain)
         kept = upper.take_in(missing)
-        # Blocks of a prompt that is longer than the upper tier go to the lower one.
+        # Blocks that do not fit into the upper tier are offered to the lower tier.
         lost = [*victims, *reversed(missing[len(kept) :])]
         if self.arrangement is Arrangement.EXCLUSIVE:
             moved = [key for key in missing if key in lower.resident]
@@ -263,8 +263,8 @@ class TwoTiers:
         upper.policy.touch(reversed(upper_hits))
 
     def _give_up(self, lost: Sequence[bytes], now: float) -> None:
-        """Move blocks that left the upper tier to the lower one, the coldest first. A copy that is
-        there counts as used now; a block without a copy is written if the filter admits it."""
+        """Offer blocks that left the upper tier to the lower tier, the coldest first. A block in
+        the lower tier is touched; other blocks are written if the filter admits them."""
         copies = {key for key in lost if key in self.lower.resident}
         new = [key for key in lost if key not in copies]
         verdicts = self.admission.admit(new, now)
@@ -277,8 +277,7 @@ class TwoTiers:
                 self.lower.policy.insert((key,))
 
     def _make_and_take(self, keys: Sequence[bytes], *, wanted: Sequence[bytes]) -> Sequence[bytes]:
-        """Store blocks in the lower tier, heads first, so that tails are left out if not all
-        fit."""
+        """Store blocks in the lower tier in order; last blocks are left out if not all fit."""
         self.lower.make_room(len(keys), wanted, keys)
         kept = self.lower.take_in(keys)
         self.written += len(kept)
@@ -292,7 +291,7 @@ def replay_two_tiers(
     lower: ReplayTier,
     admission: AdmissionFilter | None = None,
 ) -> TwoTierOutcome:
-    """Run a trace through two empty tiers. Without a filter all blocks are admitted."""
+    """Replay a trace with two empty tiers. Without a filter, all blocks are admitted."""
     tiers = TwoTiers(arrangement, upper, lower, admission or AdmitAll())
     for prompt, chain in zip(trace.prompts, trace.keyed_chains, strict=True):
         tiers.run(chain, prompt.arrival_seconds)
@@ -307,13 +306,13 @@ ADMIT_ALL = "all"
 OPT = "opt"
 HEADS_FIRST = "lru, heads first"
 MAX_WORKERS = 2
-# Starting workers takes about a second, as much as this many block accesses.
+# The least number of block accesses for worker processes, whose start takes about a second.
 WORKERS_FROM_ACCESSES = 4_000_000
-CELL_SECONDS = 3600.0  # a policy that takes longer for one cell is broken
+CELL_SECONDS = 3600.0  # limit for one cell, after which a policy is considered broken
 
 
 class CellFailed(RuntimeError):
-    """A worker gave no answer."""
+    """A worker process gave no answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +350,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class PairCell:
-    """A replay of two tiers. `lower` is the lower tier's policy; the upper tier has LRU."""
+    """A replay of two tiers. `lower` is the lower tier's policy; the upper tier's policy is LRU."""
 
     trace: str
     upper_percent: int
@@ -376,7 +375,7 @@ AnyCell = Cell | PairCell
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The outcome of a cell, and the seconds that it took."""
+    """The outcome and the seconds of a cell's replay."""
 
     cell: AnyCell
     outcome: Outcome | TwoTierOutcome
@@ -386,16 +385,16 @@ class Answer:
 def run_cells(
     cells: Sequence[AnyCell], sources: Sequence[Source], traces: Mapping[str, Trace]
 ) -> Iterator[Answer]:
-    """Run the cells; yield answers as they come. Raises CellFailed."""
+    """Run the cells; yield answers in the order of completion. Raises CellFailed."""
     accesses = sum(traces[cell.trace].num_accesses for cell in cells)
     workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
     if workers < 2 or accesses < WORKERS_FROM_ACCESSES:
         for cell in cells:
             yield _run(cell, traces[cell.trace])
         return
-    # Large cells come first, so that no worker runs one alone at the end.
+    # Large cells run first, so that no worker runs a large cell alone at the end.
     ordered = sorted(cells, key=lambda cell: -traces[cell.trace].num_accesses)
-    # Spawned and not forked, because this process may have threads.
+    # Workers are spawned, not forked, because this process may have threads.
     with spawn_context() as spawn, spawn.Pool(workers, _start_worker, (list(sources),)) as pool:
         answers = pool.imap_unordered(_run_in_worker, ordered)
         for _ in ordered:
@@ -409,18 +408,18 @@ def run_cells(
 
 
 def _run(cell: AnyCell, trace: Trace) -> Answer:
-    _ = trace.keyed_chains, trace.next_uses  # made before the clock starts
+    _ = trace.keyed_chains, trace.next_uses  # computed before the timing
     start = time.perf_counter()
     outcome = cell.run(trace)
     return Answer(cell, outcome, time.perf_counter() - start)
 
 
 _sources: dict[str, Source] = {}
-_loaded: dict[str, Trace] = {}  # in a worker: the trace of its last cell
+_loaded: dict[str, Trace] = {}  # in a worker: the trace of the last cell
 
 
 def _start_worker(sources: Sequence[Source]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends the workers
     _sources.update({source.name: source for source in sources})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `stratakv bench transfer`; the package's docstring describes the measurements."""
+"""The command `stratakv bench transfer`; the package's docstring describes the measurements."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def print_transfer(report: Report) -> None:
 
 
 def print_layer_ranges(report: Report) -> None:
-    """Print the gain of computing while layers are still being loaded; it has no gate."""
+    """Print the gain of computing while layers are loaded, which has no gate."""
     rows = []
     for name, cell in report.figures["layer_ranges"].items():
         parts = [f"{1e3 * cell[key]:.1f}" for key in ("copy_seconds", "compute_seconds")]
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(report: Report, scale: copy_case.Scale) -> None:
-    """Measure everything and fill the report. Raises WrongWork if wrong blocks were copied."""
+    """Measure all figures and fill the report. Raises WrongWork if wrong blocks were copied."""
     region_bytes = footprint_bytes(scale.region_bytes)
     report.figures["plan"] = {
         "device": "cpu",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks from pool to slab and back, in jobs as the engine makes them, compared with memcpy.
+"""The case of blocks that the engine's jobs copy from pool to slab and back, compared with memcpy.
 
-The limit moves as many bytes between random places of plain memory, in pieces of the same length,
+The limit copies as many bytes between random places of plain memory, in pieces of the same length,
 with as many threads. Every region is larger than the caches."""
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ SIZES: Mapping[str, int] = {
     "2MiB": 2 * MIB,
     "5MiB": 5 * MIB,
 }
-JOB_BLOCKS = 64  # blocks that one step or one request moves
-RUN_BLOCKS = 8  # blocks of a run, neighbours in pool and slab
+JOB_BLOCKS = 64  # blocks of one job
+RUN_BLOCKS = 8  # blocks of a run, adjacent in pool and slab
 MOVES = (
     "pool_to_slab",
     "slab_to_pool",
     "pool_to_slab_runs",
     "slab_to_pool_runs",
     "both_ways",
-)  # each of them at every size
+)  # each with every block size
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
     """Sizes in bytes and numbers of rounds."""
 
-    region_bytes: int  # of pool, slab and each plain region; at least this
+    region_bytes: int  # least size of pool, slab and each plain region
     rounds: int
     submissions: int
     cached: Sequence[str]  # keys of `layer_ranges.CACHED`
@@ -94,7 +94,7 @@ class Rig:
         self._pool = KvPool(layout, self.num_blocks)
         self.pool: Bytes = pool_pages(self._pool.tensor, block_bytes)
         self.slab: Bytes = slab_pages(self._slab)
-        # Made as the pool is, so that the device's work is the only difference.
+        # Plain regions are allocated like the pool: only the device's work differs.
         plain = [KvPool(layout, self.num_blocks).tensor for _ in range(2)]
         self.plain: list[Bytes] = [pool_pages(tensor, block_bytes) for tensor in plain]
         noise = np.frombuffer(os.urandom(MIB), np.uint8)
@@ -109,14 +109,13 @@ class Rig:
         self._stamp = 0
 
     def stamp(self, region: Bytes) -> None:
-        """Give every block of a region a stamp that no block had before."""
+        """Write a new stamp, which no earlier block had, to every block of a region."""
         for block in region:
             self._stamp += 1
             block[:8] = np.frombuffer(self._stamp.to_bytes(8, "little"), np.uint8)
 
     def check(self, source: Bytes, target: Bytes, moves: Pairs) -> None:
-        """Raises WrongWork unless `target` holds the blocks of `source` at the places in
-        `moves`."""
+        """Raise WrongWork unless `target` has the blocks of `source` at the places in `moves`."""
         for at, to in moves:
             if not np.array_equal(source[at], target[to]):
                 raise WrongWork(f"block {at} was copied, but {to} does not hold it")
@@ -132,7 +131,7 @@ class Rig:
         gc.collect()
 
     def comparisons(self, size: str) -> list[Comparison]:
-        """The comparisons of MOVES, in that order."""
+        """Return the comparisons of MOVES, in the order of MOVES."""
         run = max(1, min(RUN_BLOCKS, self.num_blocks // 4))
         sides = (
             (lambda: self.move(Stream.STORE), self.copy),
@@ -147,8 +146,8 @@ class Rig:
         ]
 
     def move(self, stream: Stream, run: int = 1) -> float:
-        """Copy every block once, in random order, in runs of `run` neighbours on both sides; return
-        bytes a second."""
+        """Copy every block once, in random order, in runs of `run` blocks that are adjacent in pool
+        and slab; return bytes per second."""
         starts = self._random_places(run)
         moves = [(at + i, to + i) for at, to in starts for i in range(run)]
         sides = self.pool, self.slab
@@ -161,7 +160,7 @@ class Rig:
         return rate
 
     def copy(self, run: int = 1) -> float:
-        """Copy as many bytes between plain regions; return bytes a second."""
+        """Copy as many bytes between plain regions; return bytes per second."""
         starts = self._random_places(run)
         source, target = self.plain
         began = time.perf_counter()
@@ -169,7 +168,7 @@ class Rig:
         return self._rate(began, run * len(starts))
 
     def move_both_ways(self) -> float:
-        """Store half of the blocks while the other half is loaded; return bytes a second."""
+        """Store half of the blocks while the other half is loaded; return bytes per second."""
         out, back = self._halves()
         self.stamp(self.pool)
         self.stamp(self.slab)
@@ -181,7 +180,7 @@ class Rig:
         return rate
 
     def copy_both_ways(self) -> float:
-        """Copy between plain regions in both directions with two threads; return bytes a second."""
+        """Copy between plain regions in two directions, in two threads; return bytes a second."""
         out, back = self._halves()
         one, other = self.plain
         began = time.perf_counter()
@@ -208,7 +207,7 @@ class Rig:
                 raise WrongWork(f"a copy failed: {error}")
 
     def _random_places(self, run: int = 1) -> list[tuple[int, int]]:
-        """Random pairs of the first place of a run and the first place of its target."""
+        """Return random pairs: the first place of a run, and the first place of its target."""
         starts = range(0, self.num_blocks - run + 1, run)
         return list(
             zip(self.rng.sample(starts, len(starts)), self.rng.sample(starts, len(starts)),
@@ -216,7 +215,7 @@ class Rig:
         )  # fmt: skip
 
     def _halves(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(block, slot) of half of the blocks, and (slot, block) of the other half."""
+        """Return (block, slot) of half of the blocks, and (slot, block) of the other half."""
         places = self._random_places()
         half = len(places) // 2
         return places[:half], [(slot, block) for block, slot in places[half:]]
@@ -226,25 +225,25 @@ class Rig:
 
 
 def copy_plainly(source: Bytes, target: Bytes, moves: Pairs, length: int = 1) -> None:
-    """memcpy of `length` neighbouring blocks at a time, for each of `moves`."""
+    """Copy `length` adjacent blocks by memcpy, for each of `moves`."""
     for at, to in moves:
         np.copyto(target[to : to + length], source[at : at + length])
 
 
 @dataclass(slots=True)
 class Submissions:
-    """Processor seconds, one entry for each job; stores and loads alternate."""
+    """The processor seconds of submissions and copies, per job; stores and loads alternate."""
 
     submit_seconds: list[float] = field(default_factory=list)
     copy_seconds: list[float] = field(default_factory=list)
 
     @property
     def ratio(self) -> float:
-        """The median ratio of submitting a job over copying as many blocks right before it."""
+        """The median ratio of a submission's seconds over the seconds of copying as many blocks."""
         return median(ratios(self.submit_seconds, self.copy_seconds))
 
     def figures(self) -> dict[str, float]:
-        """The JSON entries of these submissions."""
+        """Return the JSON entries of the submissions."""
         return {
             "submissions": len(self.submit_seconds),
             "blocks": JOB_BLOCKS,
@@ -256,7 +255,7 @@ class Submissions:
 def take_submissions(rig: Rig, count: int) -> Submissions:
     """Time `count` submissions and as many copies. Raises WrongWork if a job failed."""
     taken = Submissions()
-    _submit(rig, 0)  # the first job pays for one-time work
+    _submit(rig, 0)  # the first job, with one-time work, is not counted
     for number in range(1, count + 1):
         moves = list(zip(_places(rig), _places(rig), strict=True))
         source, target = rig.plain
@@ -280,7 +279,7 @@ def _submit(rig: Rig, job_id: int) -> float:
 
 
 def _places(rig: Rig) -> list[int]:
-    """Random places for a whole job; they repeat only if there are too few."""
+    """Return random places for a whole job, without repetition if there are enough places."""
     places = rig.rng.sample(range(rig.num_blocks), min(JOB_BLOCKS, rig.num_blocks))
     return (places * -(-JOB_BLOCKS // len(places)))[:JOB_BLOCKS]
 

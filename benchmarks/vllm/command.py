@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench vllm`: first tokens of a real vLLM with our tiers below it, and with its own.
+"""`stratakv bench vllm`: the time to the first token in vLLM, with StrataKV's or vLLM's tiers.
 
-The figures compare seconds to the first token of prompts whose first 3,600 tokens were computed
-before. The engine and the model (with random weights) are always the same; only the place of the KV
-differs. The engines run in another Python, which --python names; docs/vllm.md says what it needs.
+The figures compare seconds to the first token of prompts whose first 3,600 tokens have already been
+computed. The engine and the model (with random weights) are always the same; only the place of the
+KV differs. The engines run in the Python of --python; docs/vllm.md lists the required packages.
 
-ssd_over_fs               vLLM's own fs tier over our SSD tier, both after a restart.
-slab_over_memory          The faster of vLLM's own memory region and an LMCache server over shared
-                          memory, over our slab, which takes a copy and two checks more than the
-                          region.
-vllm_load_over_best_peer  The lower of these two ratios.
-server_over_cold          Computing the prompt over loading it by TCP from a cache server that
-                          another process has filled.
-no_hit_cost               Seconds of new prompts with our tiers, over those without tiers. A region
-                          that is still being read stores nothing more; the stored share is printed.
+ssd_over_fs               The time with vLLM's own fs tier over the time with StrataKV's SSD tier,
+                          after a restart.
+slab_over_memory          The time with vLLM's own memory region or an LMCache server over shared
+                          memory, whichever is faster, over the time with StrataKV's slab, which
+                          needs a copy and two checks more than the region.
+vllm_load_over_best_peer  The lower of ssd_over_fs and slab_over_memory.
+server_over_cold          The time of computing the prompt over the time of loading its prefix by
+                          TCP from a cache server that another process has filled.
+no_hit_cost               Seconds of new prompts with StrataKV's tiers, over the seconds without
+                          tiers. A region that is being read stores no new chunks; the stored share
+                          is printed.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ LEAST_PAIRS, MOST_PAIRS = cases.IN_TURN - 1, 100
 BEST_PEER, NO_HIT = "vllm_load_over_best_peer", "no_hit_cost"
 PEERS = ("ssd_over_fs", "slab_over_memory")
 GATES = {BEST_PEER: Gate(least=0.9), NO_HIT: Gate(most=1.03)}
-# Comparison → the label of our side in the table and the plot.
+# Comparison → the label of StrataKV's side in table and picture.
 OURS = {
     "ssd_over_fs": "our SSD, after a restart", "slab_over_memory": "our slab",
     "server_over_cold": "our cache server", NO_HIT: "unique prompts",
@@ -74,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(report: Report, python: str, pairs: int) -> None:
-    """Measure everything and fill the report. Raises WrongWork, PeerFailed, ServerFailed."""
+    """Measure all figures and fill the report. Raises WrongWork, PeerFailed, ServerFailed."""
     load = os.getloadavg()
     not_run = report.figures["not_run"] = dict(NOT_RUN)
     versions, outcomes = cases.measure(python, pairs, not_run)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM engine that answers prompts and reports the time to their first tokens.
+"""A process with a vLLM engine that answers prompts and reports the times to the first tokens.
 
-An interpreter that has vLLM runs this file. All lines are JSON, in this order; an answer with
-`error` is the last.
+A Python with vLLM runs this file. All lines are JSON, in the following order; an answer with
+`error` is the last line.
 
-    {"names": folder, "environment": {}}         where `stratakv` is; answered by vLLM's version
+    {"names": folder, "environment": {}}         `names` has stratakv; the answer is vLLM's version
     {"arguments": {}}                            of vLLM's LLM; answered when the engine is ready
-    {"prompts": [[ids], ...], "max_tokens": n}   one after the other, none of them in the KV cache
-    {"stop": true}                               shuts the engine down, which writes tiers back"""
+    {"prompts": [[ids], ...], "max_tokens": n}   run one after the other, with an empty KV cache
+    {"stop": true}                               shuts the engine down and writes tiers back"""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-# vLLM's own loop waits this long after a step that computed nothing, so that copies can go on.
+# The pause of vLLM's own loop after a step that computed nothing, during which copies run.
 PAUSE_SECONDS = 0.001
 SETTLE_SECONDS = 120.0
-# Packages that LMCache's server imports and `pip install --no-deps lmcache` leaves out.
+# Packages that LMCache's server imports and `pip install --no-deps lmcache` does not install.
 LMCACHE_NEEDS = ("aiofile", "aiofiles", "caio", "nvtx", "redis", "sortedcontainers")
 
 
 class WrongWork(RuntimeError):
-    """Measured work had a wrong result, so its time means nothing."""
+    """Measured work had a wrong result, so the measured time is meaningless."""
 
 
 class Engine:
-    """vLLM's engine with its core in this process, stepped as vLLM's own loop does."""
+    """vLLM's engine with its core in this process, stepped like in vLLM's own loop."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         from vllm import LLM
@@ -45,7 +45,7 @@ class Engine:
         self._asked = 0
         connector = self._core.scheduler.connector
         scheduler_side = getattr(connector, "connector_scheduler", None)
-        self._manager = getattr(scheduler_side, "manager", None)  # of offloading
+        self._manager = getattr(scheduler_side, "manager", None)  # vLLM's offloading manager
         self._peer_chunks: dict[str, int] = {}
         for tier in getattr(self._manager, "secondary_tiers", ()):
             if not hasattr(tier, "_tiers"):
@@ -76,12 +76,12 @@ class Engine:
         }
 
     def stop(self) -> dict[str, Any]:
-        """Shut the engine down, once; tiers are written back."""
+        """Shut the engine down, once, which writes the tiers back."""
         self._engine.engine_core.shutdown()
         return {"stopped": True}
 
     def _one(self, prompt: list[int], params: Any) -> tuple[float, Any]:
-        """The seconds to a prompt's first token, and its whole output."""
+        """Return the seconds to a prompt's first token, and the whole output."""
         self._asked += 1
         first, last = 0.0, None
         began = time.perf_counter()
@@ -112,14 +112,14 @@ class Engine:
         return bool(self._manager.has_pending_work())
 
     def _loaded(self) -> dict[str, int]:
-        """Chunks loaded from each tier below vLLM's region since the start."""
+        """Return the chunks loaded from each tier below vLLM's region since the start."""
         loaded = dict(self._peer_chunks)
         for stats in self._stats():
             loaded |= {name: each.loaded_blocks for name, each in stats.items()}
         return loaded
 
     def _stored(self) -> int:
-        """Chunks stored in the slabs of our tiers since the start."""
+        """Return the chunks stored in the slabs of StrataKV's tiers since the start."""
         return sum(stats["cpu"].stored_blocks for stats in self._stats())
 
     def _stats(self) -> list[dict[str, Any]]:
@@ -145,16 +145,15 @@ class Engine:
 
 
 def _spare_llvmlite() -> None:
-    """Keep the engine from failing at its start. vLLM's CPU build searches all modules for kernels,
-    and an llvmlite object, which LMCache loads, answers every attribute look-up as if it had some.
+    """Prevent a failure at the engine's start: vLLM's CPU build searches all modules for kernels by
+    attribute look-ups, to which an llvmlite object, which LMCache loads, answers for any name.
     """
     ffi: Any = importlib.import_module("llvmlite.binding.ffi")
     ffi._lib_fn_wrapper.get = lambda *_: None
 
 
 def prepare(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """The versions of vLLM and, if it is installed, LMCache. Raises WrongWork for what is
-    missing."""
+    """Return the versions of vLLM and LMCache (or None). Raises WrongWork for failed imports."""
     os.environ.update(plan["environment"])
     os.environ.pop("TRITON_INTERPRET", None)
     sys.path.insert(0, plan["names"])
@@ -172,7 +171,7 @@ def prepare(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def brief(error: BaseException) -> str:
-    """The type and first line of an error, and of each of its causes."""
+    """Return the type and first line of an error, and of each of its causes."""
     lines = []
     cause: BaseException | None = error
     while cause is not None:
@@ -182,7 +181,7 @@ def brief(error: BaseException) -> str:
 
 
 def main() -> int:
-    """Answer line by line until the input ends; what libraries print goes into the log."""
+    """Answer line by line until the input ends; the output of libraries goes to the log."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that every attention kernel makes of its arguments before it runs.
+"""The checks of a call's arguments that are made before an attention kernel runs.
 
-The checks are of shapes, types, strides and devices, never of contents, so they do not wait for a
-device. All implementations of a kernel have the same checks. `../pool_checks.py` has the checks of
-the KV pool alone."""
+The checks read shapes, types, strides and devices, never contents, so a check waits for no GPU. All
+implementations of a kernel have the same checks. `../pool_checks.py` has the checks of the KV pool
+alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_query_and_pool(q: Tensor, kv: Tensor, rows: str) -> None:
-    """Check shapes; `rows` names q's first axis in errors. Raises KernelRefused."""
+    """Raise KernelRefused unless the shapes match; errors call q's first axis `rows`."""
     if q.dim() != 3:
         raise KernelRefused(f"expected q of [{rows}, heads, head_dim], got {list(q.shape)}")
     _, heads, head_dim = q.shape
@@ -49,8 +49,8 @@ def check_layout(
     integers: Mapping[str, Tensor],
     kv_scales: Tensor | None,
 ) -> None:
-    """Check the types, the shape of `out`, the strides (except those of `kv_scales`) and the
-    devices. Raises KernelRefused."""
+    """Raise KernelRefused unless the kernels support the types, the strides (of all but
+    `kv_scales`), the devices and the shape of `out`."""
     if q.dtype not in QUERY_DTYPES or kv.dtype not in (q.dtype, FP8):
         raise KernelRefused(
             f"expected q of 16, 32 or 64 bits and kv as q or {FP8}: got {q.dtype} and {kv.dtype}"
@@ -70,7 +70,7 @@ def check_layout(
 
 
 def reason_against_native(q: Tensor, kv: Tensor, scale: float) -> str | None:
-    """The reason why the compiled library for CPUs cannot compute with these tensors, or None."""
+    """Return the reason why the compiled library cannot compute with `q` and `kv`, or None."""
     if q.device.type != "cpu":
         return f"its tensors are on {q.device.type}"
     if not scale > 0:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads of the paged KV pool in torch, for the plain attention kernels.
 
-This module has no requests and no lengths: the caller drops tokens beyond a request's length."""
+The functions read whole blocks: the caller drops the tokens beyond a request's length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def gather_tokens(
     pool = kv[:, plane]
     if kv_scales is None:
         return pool[blocks].to(wide).flatten(0, 1)
-    # torch cannot index float8, but it can index its bytes.
+    # torch cannot index float8 tensors, but can index the same bytes as uint8.
     stored = pool.view(torch.uint8)[blocks].view(kv.dtype).to(wide)
     of_tokens = kv_scales.dim() == 4
     scales = kv_scales[:, plane][blocks] if of_tokens else kv_scales[plane]

@@ -8,8 +8,8 @@ buffers, and the library computes attention over the buffers.
     pool of a layer   | b7 | b2 | b9 |    blocks of one request, anywhere
     buffers           | K K K |, | V V V |    contiguous, the same for every request and layer
 
-Requests are computed one by one. The host has the requests' lengths, so it does not wait for a
-device."""
+The library computes one request after the other. The lengths of the requests are already on the
+host, so the host does not wait for the GPU."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ..pool_checks import FP8
 
 SDPA, FA3 = "sdpa", "fa3"
 LIBRARIES = (FA3, SDPA)
-# The gather reads and writes K and V of the whole context once. Attention does as many operations a
-# byte as the chunk has rows; with few rows the gather takes much of the time.
+# The gather copies K and V of the whole context once. Attention does as many operations per byte as
+# the chunk has rows, so for a chunk of few rows the gather takes much of the time.
 MIN_ROWS = 1024
-MAX_BYTES = 256 * 2**20  # of both buffers: 64k tokens of 8 heads of 128 in 16 bits
+MAX_BYTES = 256 * 2**20  # of the buffers of K and V: 64k tokens of 8 16-bit heads of 128
 MAX_HEAD_DIM = 256
 HEAD_DIM_UNIT = 8
 FA3_CAPABILITY = (9, 0)
@@ -48,7 +48,7 @@ class Sdpa:
     """The scaled_dot_product_attention of torch, with its flash kernel."""
 
     def __init__(self) -> None:
-        # This imports torch's compiler, which takes a second.
+        # The import loads torch's compiler, which takes a second.
         from torch.nn.attention.bias import causal_lower_right
 
         self._mask = causal_lower_right
@@ -61,8 +61,7 @@ class Sdpa:
 
 
 class FlashAttention3:
-    """FlashAttention-3, from the package fa3-fwd. The causal mask treats the queries as the last
-    positions."""
+    """FlashAttention-3, from the package fa3-fwd. Its mask treats queries as the last positions."""
 
     def __init__(self) -> None:
         self._attend = importlib.import_module(_FA3_MODULE).flash_attn_func
@@ -91,13 +90,13 @@ class GatheredPrefill:
 
     @property
     def max_tokens(self) -> int:
-        """The longest context, in tokens, that `takes` accepts: the one that fills the buffers."""
+        """The longest context, in tokens, that fits the buffers."""
         blocks, block_size = self._buffers[0].shape[:2]
         return blocks * block_size
 
     def takes(self, rows: int, length: int) -> bool:
-        """Whether this library computes a chunk of `rows` tokens that are the last ones of a
-        context of `length` tokens."""
+        """Whether the library is used for the last `rows` tokens of a context of `length`
+        tokens."""
         return rows >= self.min_rows and length <= self.max_tokens
 
     def run(
@@ -122,9 +121,9 @@ def buffer_bytes(num_tokens: int, kv_heads: int, head_dim: int, dtype: torch.dty
 
 
 def reason_against_library(name: str, q: Tensor, kv: Tensor) -> str | None:
-    """The reason why a library cannot compute attention of queries like `q` `[any, heads,
-    head_dim]` over a layer `kv` of the pool, or None. The last check imports the library, if it is
-    FlashAttention-3."""
+    """Return the reason why the library `name` cannot compute attention of queries like `q` `[any,
+    heads, head_dim]` over a layer `kv` of the pool, or None. For FlashAttention-3, the last check
+    imports the library."""
     head_dim = q.shape[2]
     capability = probe_hardware().capability
     if capability is None:
@@ -146,8 +145,8 @@ def reason_against_library(name: str, q: Tensor, kv: Tensor) -> str | None:
 
 
 def _reason_against_flash(q: Tensor, kv: Tensor) -> str | None:
-    """The reason why torch's flash kernel cannot run, or None. Torch's other attention kernels are
-    no substitute, because they need memory for all scores."""
+    """Return the reason why torch's flash kernel cannot run, or None. Torch's other attention
+    kernels are not used, because these kernels store all scores in memory."""
     if not q.is_cuda:
         return None
     from torch.backends.cuda import SDPAParams, can_use_flash_attention

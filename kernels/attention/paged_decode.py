@@ -19,10 +19,10 @@ from .attention_checks import (
 )
 from .split_plan import SplitPlan, SplitPlanner
 
-MAX_HEAD_DIM = 256  # of Triton's kernel: tiles of larger heads exceed shared memory
-MAX_GROUP = 32  # of Triton's kernel: query heads of a program; with more, registers spill
+MAX_HEAD_DIM = 256  # of the Triton kernel: tiles of larger heads exceed shared memory
+MAX_GROUP = 32  # of the Triton kernel: query heads per KV head; with more heads, registers spill
 MAX_GROUP_FP32 = 16
-MAX_GRID = 65535  # requests of Triton's kernel: CUDA's limit on a grid's third axis
+MAX_GRID = 65535  # requests of the Triton kernel: CUDA's limit on a grid's third axis
 
 
 def paged_decode(
@@ -41,8 +41,7 @@ def paged_decode(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> Tensor:
-    """Compute attention into `out`, or into a new tensor: `[requests, heads, head_dim]`, the same
-    shape as `q`.
+    """Write attention to `out`, or to a new tensor, and return it: `[requests, heads, head_dim]`.
 
     q             `[requests, heads, head_dim]`
     kv            `[num_blocks, 2, block_size, kv heads, head_dim]`, a layer of the pool; new K and
@@ -57,11 +56,11 @@ def paged_decode(
     plan          from the lengths (`split_plan.py`), on the device, for Triton's kernel; None: by
                   the table's width and the number of requests
 
-    Data of blocks beyond a request's length, or before its window, never changes a result. Equal
-    calls give equal bits. If `num_splits` is given, the bits of a request do not depend on other
-    requests or on the width of the table. Lengths and block ids are on the device and are not
-    checked. The caller must ensure that each length fits its row of the table, and that block ids
-    are in the pool."""
+    Data of blocks beyond a request's length, or before its window, never changes a result. Calls
+    with equal arguments return equal bits. If `num_splits` is given, the result of a request does
+    not depend, in any bit, on other requests or on the width of the table. Lengths and block ids
+    are on the device and are not checked. The caller must ensure that each length fits its row of
+    the table, and that block ids are in the pool."""
     check_query_and_pool(q, kv, "requests")
     _check_batch(len(q), block_tables, seq_lens)
     _check_splits(num_splits, plan, len(q))
@@ -178,8 +177,8 @@ def _check_batch(requests: int, block_tables: Tensor, seq_lens: Tensor) -> None:
 def split_planner(
     q: Tensor, kv: Tensor, kv_scales: Tensor | None, chosen: str
 ) -> SplitPlanner | None:
-    """Return the planner of splits for queries like `q` `[any, heads, head_dim]` and the kernel
-    `chosen`; None if this kernel takes no split plan."""
+    """Return the planner of splits for queries like `q` `[any, heads, head_dim]`; None if the
+    kernel `chosen` uses no split plan."""
     if chosen != TRITON:
         return None
     from .paged_decode_triton import decode_launch, multiprocessors

@@ -2,9 +2,8 @@
 """The launch parameters of paged decode: tile size, warps, pipeline stages, and the number of
 splits of a context.
 
-The parameters are in a fixed table. Kernels are not tuned while the engine runs, because measuring
-them would delay requests. `kernels/shipped.py` lists the kernel configurations that result from the
-table."""
+The parameters are in a fixed table. Kernels are not tuned while the engine runs, because timing a
+kernel would delay requests. `kernels/shipped.py` lists the kernel configurations of the table."""
 
 from __future__ import annotations
 
@@ -14,14 +13,14 @@ from typing import NamedTuple
 
 import torch
 
-MIN_SPLIT_TOKENS = 128  # a shorter split costs more to combine than it saves
-# Cost of a program's start, first loads and partial result, in tiles; derived, not measured.
+MIN_SPLIT_TOKENS = 128  # shorter splits take longer to combine than they save
+# The time of a program's start, first loads and partial result, in times of one tile; an estimate.
 PROGRAM_TILES = 1
-# DOT programs that fit on a multiprocessor: of 16 bits, and of float8 with its conversion.
+# DOT programs that fit on a multiprocessor: for 16-bit pools, and for float8 pools.
 PROGRAMS_PER_MULTIPROCESSOR, FP8_PROGRAMS_PER_MULTIPROCESSOR = 4, 3
 MAX_SPLITS = 256
-DOT_ROWS = 16  # the fewest rows of a matrix product; groups are padded to it
-NEWEST = (9, 0)  # capability assumed in the interpreter, without a device
+DOT_ROWS = 16  # the fewest rows of tl.dot; groups of fewer query heads are padded
+NEWEST = (9, 0)  # compute capability that is assumed in Triton's interpreter
 
 DOT_MANY = "dot, many heads"
 
@@ -34,14 +33,14 @@ class Row(NamedTuple):
     num_stages: int
 
 
-# Ways to compute scores: VECTOR is sums of products, if no heads share a kv head; DOT is matrix
-# products. DOT_MANY is for float8 pools with more heads than DOT_ROWS, which need other launches.
+# Ways to compute scores: VECTOR by sums of products, if no query heads share a kv head; DOT by
+# matrix products. DOT_MANY is for float8 pools with more than DOT_ROWS query heads per kv head.
 VECTOR, DOT, DOT_TOKEN_SCALES = "vector", "dot", "dot, a scale for each token"
 
-# Lowest capability -> (path, bytes of a pool element, largest head size) -> row. Chosen by the
-# compiler's figures: no spills, and few enough registers that several programs share a
-# multiprocessor. With DOT the block table takes pipeline stages too: 3 stages buffer K and V once,
-# 5 twice.
+# Lowest capability -> (path, bytes of a pool element, largest head size) -> row. In the compiler's
+# figures the rows have no spills, and few enough registers that several programs share a
+# multiprocessor. With DOT, loads of the block table take pipeline stages too: 3 stages buffer one
+# tile of K and V, 5 stages two tiles.
 TABLE: dict[tuple[int, int], dict[tuple[str, int, int], Row]] = {
     (8, 0): {
         (DOT, 2, 64): Row(64, 4, 3),
@@ -58,11 +57,11 @@ TABLE: dict[tuple[int, int], dict[tuple[str, int, int], Row]] = {
         (VECTOR, 4, 256): Row(16, 4, 3),
     },
     (8, 9): {
-        # Conversion takes registers: with tiles of 64 only one program of 8 warps fitted.
+        # float8 conversion needs registers: with tiles of 64, only one program of 8 warps fits.
         (DOT, 1, 64): Row(32, 4, 5),
         (DOT, 1, 128): Row(32, 4, 5),
         (DOT, 1, 256): Row(32, 8, 5),
-        # Tiles of 32 in 4 warps spill with 32 heads on Triton 3.6.0.
+        # With 32 query heads per kv head, tiles of 32 in 4 warps spill on Triton 3.6.0.
         (DOT_MANY, 1, 64): Row(64, 8, 5),
         (DOT_MANY, 1, 128): Row(64, 8, 5),
         (DOT_MANY, 1, 256): Row(32, 8, 5),
@@ -83,11 +82,11 @@ class Launch:
     num_stages: int
     group_pad: int  # rows of the matrix product; 1 for VECTOR
     head_pad: int
-    programs: int = PROGRAMS_PER_MULTIPROCESSOR  # side by side on a multiprocessor
+    programs: int = PROGRAMS_PER_MULTIPROCESSOR  # that run side by side on a multiprocessor
 
     @property
     def min_tiles(self) -> int:
-        """The smallest number of tiles in a split, unless the caller gives the number of splits."""
+        """The smallest number of tiles in a split, if the caller sets no number of splits."""
         return max(1, MIN_SPLIT_TOKENS // self.tile)
 
 
@@ -98,8 +97,7 @@ def choose_launch(
     dtype: torch.dtype,
     token_scales: bool = False,
 ) -> Launch:
-    """Return the launch for `group` query heads per kv head and heads of `head_dim` elements, up to
-    256."""
+    """Return the launch for `group` query heads per kv head and at most 256 elements per head."""
     size = next(size for size in HEAD_SIZES if head_dim <= size)
     is_fp8 = dtype.itemsize == 1
     path = VECTOR if group == 1 else DOT_TOKEN_SCALES if token_scales else DOT
@@ -125,8 +123,8 @@ def choose_splits(
     tile: int,
     programs: int = PROGRAMS_PER_MULTIPROCESSOR,
 ) -> int:
-    """Choose the number of splits that takes the least time, for `pairs` pairs of request and kv
-    head whose contexts have up to `max_tokens` tokens. A split has at least MIN_SPLIT_TOKENS
+    """Return the estimated fastest number of splits per context, for `pairs` pairs of request and
+    kv head whose contexts have up to `max_tokens` tokens. A split has at least MIN_SPLIT_TOKENS
     tokens. A GPU runs programs in waves, and a last wave of a few programs takes as long as a full
     wave."""
     slots = programs * multiprocessors

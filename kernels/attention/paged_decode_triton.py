@@ -6,7 +6,7 @@ are combined.
              lengths are read on the device
     program  one kv head with the query heads that share it, and the tiles of its split
     partial  maximum, sum and unscaled output, all float32, for each (item, head)
-    combine  one program for each (request, head) weighs the partials; not run for one split
+    combine  one program for each (request, head) adds the weighted partials; not run for one split
 
 A tile has TILE tokens. The block id is looked up for each token, so a tile may begin at any slot of
 a block. Tiles before the window are skipped. Masked tokens are not loaded and count as zero,
@@ -14,11 +14,11 @@ because a loaded NaN multiplied by a weight of 0 would make the output NaN.
 
 Scores are computed for powers of 2 instead of e: log2(e) is part of the scale, and exp2 is one
 instruction. Indices of requests, heads and blocks are converted to 64 bits before they are
-multiplied. Float8 pools are computed in float16, and queries are converted to it, because bfloat16
-would cost a permute for each conversion. Scales of tokens are first divided by the largest scale of
-their tile; otherwise small products would become 0 in float16.
+multiplied. With a float8 pool, K, V and queries are converted to float16, because a conversion to
+bfloat16 would need another permute instruction. Scales of tokens are first divided by the largest
+scale of their tile; otherwise small products would become 0 in float16.
 
-This module imports triton, so the callers import it only when its kernel runs."""
+The module imports triton, so callers import the module only to run the kernel."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from .split_plan import SplitPlan
 
 LOG2_E = math.log2(math.e)
 NO_WINDOW = 2**31 - 1
-COMBINE_ROWS = 16  # partials that the combine kernel holds at a time
-# The kernel is compiled once for all values of these: no step may wait for a compiler.
+COMBINE_ROWS = 16  # partial results that the combine kernel loads at a time
+# New values of these arguments do not compile the kernel again: no step waits for a compiler.
 VARYING = ("window", "num_splits", "min_tiles")
 
 
@@ -44,7 +44,7 @@ VARYING = ("window", "num_splits", "min_tiles")
 def share_tiles(  # type: ignore[no-untyped-def]
     length, window, num_splits, min_tiles, TILE: tl.constexpr
 ):
-    """Return the first tile, the tile after the last, and the number of tiles in one split."""
+    """Return a request's first tile, the tile after its last, and the tiles per split."""
     first = tl.maximum(length - window, 0) // TILE
     end = (length + TILE - 1) // TILE
     share = tl.maximum((end - first + num_splits - 1) // num_splits, min_tiles)
@@ -81,7 +81,7 @@ def cap_scores(scores, cap):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=VARYING)
 def attend_split(  # type: ignore[no-untyped-def]
-    out,  # the result for one split, else the partial outputs
+    out,  # the result if a context has one split, else the partial outputs
     partial_max,
     partial_sum,
     q,
@@ -111,7 +111,7 @@ def attend_split(  # type: ignore[no-untyped-def]
     scale_stride_slot,
     scale_stride_head,
     GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,  # 1: products and sums instead of tl.dot
+    GROUP_PAD: tl.constexpr,  # if 1, scores are sums of products instead of tl.dot
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -137,7 +137,7 @@ def attend_split(  # type: ignore[no-untyped-def]
     start, stop, end = find_tiles(length, window, split, num_splits, min_tiles, TILE)
     if not ONE_SPLIT:
         if start >= end:
-            return  # the combine kernel skips this partial too
+            return  # the combine kernel does not read the partial of an empty split
 
     rows = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, HEAD_PAD)
@@ -190,7 +190,7 @@ def attend_split(  # type: ignore[no-untyped-def]
         top = new_top
         if TOKEN_SCALES:
             v_scales = tl.load(scale_rows + scale_stride_pair, mask=seen, other=0.0)
-            largest = tl.maximum(tl.max(v_scales, axis=0), 1e-30)  # all may be zero
+            largest = tl.maximum(tl.max(v_scales, axis=0), 1e-30)  # not 0 if all scales are
             p *= (v_scales / largest)[None, :]
         if GROUP_PAD == 1:
             part = tl.sum(tl.trans(p) * v.to(tl.float32), axis=0)[None, :]
@@ -203,7 +203,7 @@ def attend_split(  # type: ignore[no-untyped-def]
     if HEAD_SCALES:
         acc *= tl.load(kv_scales + scale_stride_pair + kv_head * scale_stride_head)
     if ONE_SPLIT:
-        acc /= tl.where(total > 0, total, 1.0)[:, None]  # a length of 0 gives zeros
+        acc /= tl.where(total > 0, total, 1.0)[:, None]  # the result for a length of 0 is zeros
         out_offsets = request * out_stride_request + heads[:, None] * out_stride_head
         tl.store(out + out_offsets + dims[None, :], acc.to(out.dtype.element_ty), mask=real)
     else:
@@ -244,7 +244,7 @@ def combine_splits(  # type: ignore[no-untyped-def]
     first, end, share = share_tiles(length, window, num_splits, min_tiles, TILE)
     used = (end - first + share - 1) // share
     num_heads = tl.num_programs(0)
-    partial = item * num_heads + head  # of its first split
+    partial = item * num_heads + head  # the partial result of the request's first split
 
     dims = tl.arange(0, HEAD_PAD)
     top = float("-inf")
@@ -286,8 +286,8 @@ def paged_decode_triton(
     plan: SplitPlan | None,
     out: Tensor,
 ) -> Tensor:
-    """Launch the attention kernel and, with several splits, the kernel that combines them. The
-    arguments must have been checked. This function does not wait for the device."""
+    """Launch the attention kernel and, if there are several splits, the kernel that combines the
+    splits. The arguments must have been checked. The launch does not wait for the device."""
     requests, num_heads, head_dim = q.shape
     block_size, kv_heads = kv.shape[2], kv.shape[3]
     group = num_heads // kv_heads
@@ -297,7 +297,7 @@ def paged_decode_triton(
     seen = max_tokens if window is None else min(max_tokens, window + launch.tile)
     min_tiles = 1
     if plan is not None and seen <= launch.min_tiles * launch.tile:
-        plan, num_splits = None, 1  # no context is long enough to be cut
+        plan, num_splits = None, 1  # no context is long enough for two splits
     if num_splits is None and plan is None:
         num_splits = choose_splits(
             requests * kv_heads, seen, multiprocessors(q.device), launch.tile, launch.programs
@@ -307,7 +307,7 @@ def paged_decode_triton(
     one_split = plan is None and num_splits == 1
     grid, items = (kv_heads, num_splits, requests), requests * (num_splits or 0)
     if plan is not None:
-        # With this many splits, only `plan.share` decides a split's length.
+        # The number of items is so large that only `plan.share` limits a split's length.
         items = num_splits = len(plan.requests)
         grid = kv_heads, 1, items
 
@@ -317,10 +317,10 @@ def paged_decode_triton(
         partial_out = q.new_empty((*workspace, head_dim), dtype=torch.float32)
         partial_max = q.new_empty(workspace, dtype=torch.float32)
         partial_sum = q.new_empty(workspace, dtype=torch.float32)
-    # With a cap, tanh(x) is computed as 1 - 2 / (exp(2x) + 1).
+    # With a softcap, tanh(x) is computed as 1 - 2 / (exp(2x) + 1).
     score_scale = scale * LOG2_E if softcap is None else 2 * scale * LOG2_E / softcap
     shared = (window, num_splits, min_tiles, out.stride(0), out.stride(1))
-    # Triton launches on the current device.
+    # Triton launches kernels on the current device.
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         attend_split[grid](
             partial_out,
@@ -375,8 +375,8 @@ def paged_decode_triton(
 
 
 def _scale_strides(kv_scales: Tensor | None) -> tuple[int, int, int, int]:
-    """Return the strides of the scales by block, K or V, slot, and head; 0 if the scales have no
-    such dimension."""
+    """Return the strides of `kv_scales` by block, K or V, slot, and head; a stride is 0 for a
+    dimension that `kv_scales` does not have."""
     if kv_scales is None:
         return 0, 0, 0, 0
     if kv_scales.dim() == 2:

@@ -20,7 +20,7 @@ from .attention_checks import (
 )
 from .paged_prefill_launch import MAX_GROUP, MAX_HEAD_DIM, MIN_HEAD_DIM, choose_launch
 
-MAX_KV_HEADS = 65535  # of Triton's kernel: CUDA's limit on a grid's second axis
+MAX_KV_HEADS = 65535  # of the Triton kernel: CUDA's limit on a grid's second axis
 
 
 def paged_prefill(
@@ -39,8 +39,7 @@ def paged_prefill(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> Tensor:
-    """Compute attention into `out`, or into a new tensor: `[tokens, heads, head_dim]`, the same
-    shape as `q`.
+    """Write attention to `out`, or to a new tensor, and return it: `[tokens, heads, head_dim]`.
 
     q              `[tokens, heads, head_dim]`, one request's new tokens after the other's
     kv             `[num_blocks, 2, block_size, kv heads, head_dim]`, a layer of the pool; new K and
@@ -56,14 +55,14 @@ def paged_prefill(
                    `[num_blocks, 2, block_size, kv heads]`. Triton's kernel then computes in
                    float16, and q must fit it.
 
-    Attention is causal: a position sees itself and the positions before it. If a request has fewer
-    tokens than rows, its first rows have positions below 0; their results are zeros. Rows of `out`
-    for rows of q that belong to no request are not written. Data of blocks beyond a request's
-    length, or before the window of its first row, never changes a result. There is one exception:
-    with a scale for each token, NaN before a window does. Equal calls give equal bits. If
-    `max_query_len` is the same, the bits of a request do not depend on other requests. Lengths,
-    starts and block ids are on the device and are not checked. The caller must ensure that each
-    length fits its row of the table, and that block ids are in the pool."""
+    Attention is causal: a position sees itself and earlier positions. If a request has fewer tokens
+    than rows, its first rows have positions below 0, and zeros as results. Rows of `out` for rows
+    of q that belong to no request are not written. Data of blocks beyond a request's length, or
+    before the window of its first row, never changes a result. The exception: with a scale for each
+    token, a NaN before the window makes results NaN. Calls with equal arguments return equal bits.
+    If `max_query_len` is the same, the result of a request does not depend, in any bit, on other
+    requests. Lengths, starts and block ids are on the device and are not checked. The caller must
+    ensure that each length fits its row of the table, and that block ids are in the pool."""
     check_query_and_pool(q, kv, "tokens")
     _check_batch(block_tables, seq_lens, query_starts)
     _check_options(max_query_len, scale)

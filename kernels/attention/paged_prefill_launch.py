@@ -1,42 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launch parameters of the prefill kernel: tiles, warps and pipeline stages, from a table.
+"""The launch parameters of paged prefill: a table of tile sizes, warps and pipeline stages.
 
-Kernels are not tuned while the engine runs, so a call has the same launch in every process."""
+Kernels are not tuned while the engine runs: all processes use the same launch for a call."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256  # tl.dot needs 16; larger heads have no launch
-SHORT_ROWS = 64  # chunks of up to this many rows take the table's second column
-MAX_GROUP = 64  # one token's rows must fit into the smaller tile
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256  # tl.dot needs 16; the table has no launch above 256
+SHORT_ROWS = 64  # the most rows for which the table's second column is used
+MAX_GROUP = 64  # query heads per KV head; one token's heads must fit into a tile of 64 rows
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
     """The tile of one program, and the compiler's options for it."""
 
-    block_rows: int  # tokens times the heads that share a KV head
+    block_rows: int  # tokens times the query heads that share a KV head
     block_keys: int
     num_warps: int
     num_stages: int
 
 
-# Padded head size -> launches for long and for short chunks. The look-up of a block takes pipeline
-# stages too: with 3 stages the kernel waits for each tile of K and V right after requesting it;
-# with 5 stages another tile is loaded meanwhile. Chosen by compiling ahead of time: no launch
-# spills with a group of 7, a window, a soft cap and scales of tokens together. WIDE_FP8 is for
-# float8 pools on capability 9 and 10, where four warps multiply at once and shared memory has 227
-# KB.
+# Padded head size -> launches for long and for short chunks. Loads of the block table take pipeline
+# stages too: with 3 stages the kernel waits for each tile of K and V; with 5 stages the next tile
+# is loaded during a tile's computation. Compiled ahead of time, no launch spills with a group of 7
+# query heads, a window, a soft cap and scales of tokens together. WIDE_FP8 is for float8 pools on
+# capability 9 and 10, where four warps multiply at once and shared memory has 227 KB.
 WIDE_FP8 = {
     64: (Launch(128, 64, 8, 5), Launch(64, 64, 4, 5)),
     128: (Launch(128, 64, 8, 5), Launch(64, 64, 4, 5)),
     256: (Launch(64, 32, 8, 5), Launch(64, 32, 8, 5)),
 }
-# WIDE is for 16-bit pools, which need no conversion. A tile has twice the keys, so the running
-# maximum is updated half as often. One program fills a multiprocessor's registers either way.
+# WIDE is for 16-bit pools, which need no conversion. A tile of 128 keys, instead of 64, updates the
+# running maximum half as often. One program fills a multiprocessor's registers with either tile.
 WIDE = WIDE_FP8 | {128: (Launch(128, 128, 8, 3), Launch(64, 64, 4, 5))}
-NARROW = {  # other devices: 64 keys spill with a group of 7, and some have 99 KB of shared memory
+NARROW = {  # other GPUs: 64 keys spill with a group of 7; some have 99 KB of shared memory
     64: (Launch(128, 64, 8, 5), Launch(64, 32, 4, 5)),
     128: (Launch(128, 32, 8, 5), Launch(64, 32, 4, 5)),
     256: (Launch(64, 32, 8, 3), Launch(64, 32, 8, 3)),
@@ -55,7 +54,7 @@ def choose_launch(
     *,
     is_fp8: bool,
 ) -> Launch:
-    """Return the launch; without a capability (interpreter), it is that of the largest devices."""
+    """Return the launch; for no `capability` (Triton's interpreter), that of large GPUs."""
     is_wide = capability is None or capability[0] in (9, 10)
     table = (WIDE_FP8 if is_fp8 else WIDE) if is_wide else NARROW
     long, short = table[max(padded_head_dim(head_dim), min(table))]
@@ -63,9 +62,9 @@ def choose_launch(
 
 
 def converts_q_first(head_dim: int) -> bool:
-    """Whether q is converted to float16 before the launch, if the pool is float8. If the kernel
-    converts q, q stays in registers instead of shared memory, and heads of 256 elements would need
-    too many registers."""
+    """Whether q is converted to float16 before the launch, if the pool is float8. A q that the
+    kernel converts stays in registers, not in shared memory, and 256 elements per head need too
+    many registers."""
     return padded_head_dim(head_dim) > 128
 
 

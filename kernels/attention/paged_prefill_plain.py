@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .attention_plain import gather_tokens
 
-MAX_SCORES = 1 << 24  # in memory at once; a long chunk is computed in pieces
+MAX_SCORES = 1 << 24  # scores in memory at once; a long chunk is computed in pieces
 
 
 def paged_prefill_plain(
@@ -36,7 +36,7 @@ def paged_prefill_plain(
         context = length - (end - start)
         if start == end:
             continue
-        # Blocks before the first window are not read: another request may have them now.
+        # Blocks before the first window are not read: other requests may use these blocks.
         begin = 0 if window is None else max(0, context - window + 1)
         skipped = begin // kv.shape[2]
         blocks = block_tables[request, skipped : -(-length // kv.shape[2])].long()
@@ -63,7 +63,7 @@ def _seen(positions: Tensor, length: int, window: int | None) -> Tensor:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float | None
 ) -> Tensor:
-    """Return the attention `[rows, heads, head_dim]`; rows that see no key are zeros."""
+    """Return the attention `[rows, heads, head_dim]`; a row that sees no key is zeros."""
     rows, _, head_dim = q.shape
     grouped = q.reshape(rows, k.shape[1], -1, head_dim)
     scores = torch.einsum("rhgd,khd->hgrk", grouped, k) * scale

@@ -24,10 +24,10 @@ from torch import Tensor
 from .paged_prefill_launch import Launch, constants, converts_q_first
 
 LOG2_E = math.log2(math.e)
-# Scales of one token are about 1/448 of its largest value. Times 2^8 they are near 1, which keeps
-# small probabilities out of fp16's subnormal numbers.
+# A token's scales are about 1/448 of its largest value. Multiplied by 2^8, the scales are near 1,
+# so small weights do not become subnormal numbers of fp16.
 SCALE_GAIN = tl.constexpr(256.0)
-# Arguments that differ from step to step: new values do not compile the kernel again.
+# Arguments that differ between steps: a new value does not compile the kernel again.
 NOT_SPECIALIZED = ("seq_lens_ptr", "query_starts_ptr", "num_requests", "table_stride")
 
 
@@ -63,9 +63,9 @@ def _attend(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):
-    """Add the keys `first_key` … `last_key` to the running sums of a tile. If MASKED is false,
-    every row sees all of these keys. If MASKED is true, each row sees only some of them. Keys from
-    `key_end` on are not loaded; with a window, V before `key_begin` is not loaded either."""
+    """Add the keys `first_key` … `last_key` to the running sums of a tile. MASKED is false if every
+    row sees all keys, and true if some rows see only some keys. Keys from `key_end` on are not
+    loaded; with a window, V before `key_begin` is not loaded either."""
     dims = tl.arange(0, PADDED_DIM)
     for start in range(first_key, last_key, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
@@ -77,12 +77,12 @@ def _attend(  # type: ignore[no-untyped-def]
         slots = keys % BLOCK_SIZE
         rows = blocks.to(tl.int64) * kv_block_stride + slots.to(tl.int64) * kv_slot_stride
         offsets = rows[:, None] + dims[None, :]
-        # Bytes outside the keys may be NaN, and 0 * NaN is NaN: they must not be loaded.
+        # Bytes outside the keys may be NaN, and 0 * NaN is NaN, so only keys are loaded.
         if MASKED or PADDED_DIM != HEAD_DIM:
             loaded = (keys < key_end)[:, None] & (dims < HEAD_DIM)[None, :]
             k = tl.load(k_ptr + offsets, mask=loaded, other=0.0)
-            # K is loaded there, and its scores are masked in any case. With scales of tokens, which
-            # no engine has, this would spill registers.
+            # K before the window is loaded, because the mask removes its scores. With scales of
+            # tokens, which the engine never uses, a mask for V would spill registers.
             if MASKED and HAS_WINDOW and not TOKEN_SCALES:
                 loaded = loaded & (keys >= key_begin)[:, None]
             v = tl.load(v_ptr + offsets, mask=loaded, other=0.0)
@@ -102,7 +102,7 @@ def _attend(  # type: ignore[no-untyped-def]
             scores = scores * k_scales[None, :]
         factor = score_factor
         if HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (e^2x + 1): right at both ends, where e^2x is 0 or infinite.
+            # tanh(x) = 1 - 2 / (e^2x + 1): exact too if e^2x is 0 or infinite.
             scores = 1.0 - 2.0 / (tl.exp2(scores * score_factor) + 1.0)
             factor = cap_factor
         if MASKED:
@@ -113,7 +113,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
         new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
         shift = new_peak
-        if MASKED:  # a row that has seen nothing yet: -inf - -inf is NaN
+        if MASKED:  # for a row without a visible key, -inf - -inf would be NaN
             shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weights = tl.exp2(scores * factor - shift[:, None])
         kept = tl.exp2(peak - shift)
@@ -164,12 +164,12 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
     FP8: tl.constexpr,
 ):
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
-    # The last tile of a request sees the most keys: the long ones first, the short ones fill up.
+    # Tiles run from the last to the first: a request's last tile, the longest, starts early.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
 
-    # Request i owns the tiles from query_starts[i] // TILE_TOKENS + i on: enough for its tokens
-    # whatever their number, and at times one too many.
+    # The tiles of request i begin at query_starts[i] // TILE_TOKENS + i: the request has enough
+    # tiles for any number of its tokens, and at times an unused tile.
     low = 0
     high = num_requests
     while high - low > 1:
@@ -195,14 +195,14 @@ def paged_prefill_kernel(  # type: ignore[no-untyped-def]
     tokens = (query_start + queries).to(tl.int64)
     q_rows = tokens * q_token_stride + heads.to(tl.int64) * q_head_stride
     q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=is_value, other=0.0)
-    if FP8:  # converts to fp16 in hardware, to bf16 in many steps
+    if FP8:  # the hardware converts fp8 to fp16; to bf16 takes many instructions
         q = q.to(tl.float16)
 
     context = tl.load(seq_lens_ptr + request) - query_len
     positions = context + queries
     first_position = context + first_query
     last_position = context + tl.minimum(first_query + TILE_TOKENS, query_len) - 1
-    # A position below 0 is a padding row of a request of length 0: it sees no key and gives zeros.
+    # A position below 0 is a padding row of a request of length 0; the row's result is zeros.
     key_end = tl.maximum(last_position + 1, 0)
     diagonal = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
     k_ptr = kv_ptr + kv_head.to(tl.int64) * kv_head_stride
@@ -277,7 +277,7 @@ def paged_prefill_triton(
 ) -> Tensor:
     """Write the result to `out`, and return `out`. `paged_prefill` has checked the arguments.
 
-    The host does not read from the device, and does not wait for it."""
+    The host reads nothing from the GPU and does not wait for the GPU."""
     num_kv_heads, num_requests = kv.shape[3], len(seq_lens)
     group = q.shape[1] // num_kv_heads
     is_fp8 = kv.dtype == torch.float8_e4m3fn
@@ -298,9 +298,9 @@ def paged_prefill_triton(
         block, plane, slot = kv_scales.stride()[:3]
     elif kv_scales is not None:
         plane = kv_scales.stride(0)
-    # The most tiles that requests can need; programs of unused tiles end at once.
+    # The most tiles that the requests can need; the program of an unused tile ends at once.
     tiles = len(q) // (launch.block_rows // group) + num_requests
-    # Triton launches on the current device.
+    # Triton launches kernels on the current device.
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         paged_prefill_kernel[(tiles, num_kv_heads)](
             q,

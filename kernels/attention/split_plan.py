@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split plans of paged decode. A plan says which part of a context each program computes, and is
-made from the lengths of the step's requests.
+"""Split plans of paged decode. A plan assigns a part of a request's context to each program, and is
+computed from the lengths of the step's requests.
 
     lengths of the step ──► tiles per program (share) ──► list of (request, split), one per program
     2 requests of 5 and 2 tiles, share 2:   (0, 0) (0, 1) (0, 2) (1, 0) (-1, ·) (-1, ·)
@@ -21,8 +21,8 @@ from torch import Tensor
 from .paged_decode_launch import PROGRAM_TILES
 
 NO_REQUEST = -1
-# Extra programs of a kv head, beyond one a request, in multiples of the programs that run side by
-# side. With two rounds, batches of any lengths can be cut so that no processor is idle for long.
+# The programs of a kv head beyond one per request, as a multiple of the programs that run side by
+# side. With 2, contexts of any lengths can be split so that no multiprocessor is idle for long.
 ROUNDS = 2
 _CANDIDATES = 12
 _ALIGNED = 4  # int32 numbers in 16 bytes, Triton's alignment of arrays
@@ -31,18 +31,19 @@ IntArray = npt.NDArray[np.integer]
 
 
 class SplitPlan(NamedTuple):
-    """A plan as the kernel takes it, in int32 tensors."""
+    """A split plan as int32 tensors, the form that the kernel reads."""
 
-    share: Tensor  # [1]: the most tiles of a program
-    first_items: Tensor  # [requests]: the first item of each
-    requests: Tensor  # [items]: request of the item, or NO_REQUEST
-    splits: Tensor  # [items]: number of the split in its request, from 0
+    share: Tensor  # [1]: the most tiles that a program computes
+    first_items: Tensor  # [requests]: the index of each request's first item
+    requests: Tensor  # [items]: the request of each item, or NO_REQUEST
+    splits: Tensor  # [items]: the number of each item's split in its request, from 0
 
 
 @dataclass(frozen=True, slots=True)
 class SplitPlanner:
-    """Makes the split plans of one model on one device. A tile has `tile` tokens. The device runs
-    `slots` programs of a kv head at the same time. A split has at least `min_tiles` tiles."""
+    """The sizes from which the split plans of a model on a device are computed. A tile has `tile`
+    tokens. The device runs `slots` programs of a kv head in parallel. A split has at least
+    `min_tiles` tiles."""
 
     tile: int
     slots: int
@@ -63,9 +64,9 @@ class SplitPlanner:
         return tiles
 
     def share(self, tiles: IntArray) -> int:
-        """Return the number of tiles per program that takes the least time. The time is estimated
-        as the time of the rounds in which the device runs large parts, plus the time of the small
-        remainders divided by `slots`."""
+        """Return the number of tiles per program with the shortest estimated time. The estimate is
+        the time of the rounds in which the device runs large splits, plus the summed time of the
+        small splits divided by `slots`."""
         longest, total = int(tiles.max()), int(tiles.sum())
         room = ROUNDS * self.slots
         least = max(self.min_tiles, -(-total // room))
@@ -80,7 +81,7 @@ class SplitPlanner:
         small = np.where(is_large | (rest == 0), 0, rest + PROGRAM_TILES)
         rounds = -(-large // self.slots) * (np.minimum(shares, longest) + PROGRAM_TILES)
         time = rounds + small.sum(0) / self.slots
-        # Of equally fast shares take the largest, which leaves fewest parts to combine.
+        # Among equally fast shares, the largest has the fewest splits to combine.
         best = len(shares) - 1 - int(np.argmin(time[::-1]))
         return int(shares[best])
 
@@ -98,8 +99,8 @@ class PlanArray:
         self._splits = self._requests + self._items
 
     def lay_down(self, array: IntArray, tiles: IntArray) -> None:
-        """Write the plan of the requests with these numbers of `tiles` to `array` `[num_words]`. A
-        request with 0 tiles has no program; the combine kernel sets its result to zero."""
+        """Write the plan to `array` `[num_words]`; `tiles` has the number of tiles of each request.
+        A request with 0 tiles has no program; the combine kernel sets its result to zero."""
         share = self._planner.share(tiles)
         counts = -(-tiles // share)
         ends = np.cumsum(counts)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of whole blocks as bytes: within a pool, from a pool to a buffer, and from a buffer to a
-pool.
+"""Copies of the bytes of whole blocks within a pool, or between a pool and a buffer.
 
 A pool or a buffer is any tensor with blocks as its first dimension. Each block of a pool is
-contiguous; the stride between blocks may be any. Bytes are not converted, so any dtype is allowed,
-and the two tensors of a call only need blocks of the same size in bytes. To copy large blocks to
-the CPU, the copy engine is better. The kernels here are for copies within a device, and for pieces
-that are too small for the copy engine. This module has no tiers.
+contiguous, with any stride between blocks. Bytes are not converted, so any dtype is allowed, and
+the two tensors of a call only need blocks of the same size in bytes. For large blocks to or from
+the CPU, the copy engine (`copy_engine.py`) is faster. The kernels are for copies within a device,
+and for pieces that are too small for the copy engine.
 
         copy_blocks     pool[targets[i]] = pool[sources[i]]
         gather_blocks        out[i]      = pool[block_ids[i]]
@@ -14,11 +13,10 @@ that are too small for the copy engine. This module has no tiers.
         transfer_blocks target[target_ids[i]] = source[source_ids[i]], of two tensors
 
 Block ids are contiguous int64 on the pool's device. An entry with a block id of -1 copies nothing,
-so a list of fixed length can be used partly. The copies of a call run in no fixed order, so a call
-must not write a block twice, and must not both read and write a block. The plain kernel, which has
-to wait for the ids anyway, raises KernelRefused for a block that is written twice, or read and
-written, and for ids beyond the pool. The Triton kernel cannot report errors; it skips ids beyond
-the pool."""
+so a list of fixed length may have unused entries. The copies of a call run in no fixed order, so a
+call must not write a block twice, and must not both read and write a block. The plain kernel reads
+the ids, and raises KernelRefused for a block that is written twice, or read and written, and for
+ids beyond the pool. The Triton kernel, which cannot report errors, skips ids beyond the pool."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from .copy_blocks_launch import MAX_PROGRAMS
 from .copy_blocks_plain import move_blocks_plain
 
 MAX_BLOCK_BYTES = 2**31 - 1
-# Widest first. Blocks are moved in the widest word that divides their sizes and addresses.
+# Blocks are copied in the first, widest word that divides sizes and addresses.
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -44,8 +42,8 @@ def copy_blocks(
 ) -> None:
     """Copy block `sources[i]` of `pool` to block `targets[i]`, for each i.
 
-    `max_programs` limits the share of the GPU that the copy uses: 12 programs do not slow decode
-    down. Raises KernelRefused for arguments that do not fit together."""
+    `max_programs` limits the share of the GPU that the copy uses; a copy with 12 programs does not
+    slow decode down. Raises KernelRefused for arguments that do not fit together."""
     _move(pool, pool, sources, targets, pool.device, max_programs, kernel, strict)
 
 
@@ -76,8 +74,8 @@ def scatter_blocks(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> None:
-    """Copy `data[i]` to block `block_ids[i]` of `pool`, for each i. `data` must be in memory that
-    `gather_blocks` allows for `out`."""
+    """Copy `data[i]` to block `block_ids[i]` of `pool`, for each i. `data` must be in the memory of
+    the pool's device or, for the Triton kernel, page-locked."""
     _move(data, pool, None, block_ids, pool.device, max_programs, kernel, strict)
 
 
@@ -162,7 +160,7 @@ def _check_ids(
 
 
 def _check_blocks(tensor: torch.Tensor) -> None:
-    # Checked by strides and not on a block, because an empty tensor has no block.
+    # The check reads strides and no block, because an empty tensor has no block.
     expected = 1
     is_contiguous = tensor.ndim >= 2
     for size, stride in reversed(list(zip(tensor.shape[1:], tensor.stride()[1:], strict=True))):
@@ -184,7 +182,7 @@ def _block_bytes(tensor: torch.Tensor) -> int:
 
 
 def _reason_against(tensor: torch.Tensor, device: torch.device) -> str | None:
-    """The reason why a Triton kernel on `device` cannot access the memory of `tensor`, or None."""
+    """Return the reason why a Triton kernel on `device` cannot access `tensor`, or None."""
     if tensor.device == device or (tensor.device.type == "cpu" and tensor.is_pinned()):
         return None
     return f"it runs on {device} and cannot reach {tensor.device} memory that is not page-locked"
@@ -196,13 +194,13 @@ def _widest_word(*tensors: torch.Tensor) -> torch.dtype:
         size = tensor.element_size()
         places |= tensor.data_ptr() | int(tensor.storage_offset()) * size
         places |= tensor.stride(0) * size | _block_bytes(tensor)
-    # The lowest set bit is the largest power of two that divides all of them.
+    # The lowest set bit is the largest power of two that divides all sizes and addresses.
     widest = places & -places
     return next(word for word in WORDS if word.itemsize <= widest)
 
 
 def _as_words(tensor: torch.Tensor, word: torch.dtype) -> torch.Tensor:
-    """View the memory as `[num_blocks, words of a block]`, in words of this type."""
+    """Return a view of `tensor` as `[num_blocks, words of a block]`, with `word` as dtype."""
     shape = (tensor.shape[0], tensor.shape[1:].numel())
     flat = torch.as_strided(tensor, shape, (tensor.stride(0), 1), tensor.storage_offset())
     return flat.view(word)

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-# 16 KB in 8-byte words. A thread then has four wide loads in flight, so that a few programs fill a
-# PCIe link. A chunk of narrower words has fewer bytes: 64 single bytes a thread take 190 registers.
+# 16 KB of 8-byte words, so that each thread has four wide loads in flight and a few programs use
+# all of a PCIe link. The number of words is the same for narrower words, because 64 single bytes
+# per thread would need 190 registers.
 CHUNK_WORDS = 2048
 NUM_WARPS = 8
-# For a move that has the device to itself: several a multiprocessor of the largest devices.
+# The programs of a copy that has the GPU to itself: several per multiprocessor of the largest GPUs.
 MAX_PROGRAMS = 1024

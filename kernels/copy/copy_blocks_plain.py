@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of blocks in plain torch: the reference for the Triton kernel, used if it cannot run.
+"""Copies of blocks in plain torch: the reference for the Triton kernel, used where Triton cannot.
 
 The plain copies wait for the device, because the host reads the ids. A few blocks are copied at a
 time, to keep the temporary copy small."""
@@ -19,7 +19,8 @@ def move_blocks_plain(
     source_ids: torch.Tensor | None,
     target_ids: torch.Tensor | None,
 ) -> None:
-    """Set `target[target_ids[i]] = source[source_ids[i]]` for rows of words; None means 0, 1, 2…
+    """Set `target[target_ids[i]] = source[source_ids[i]]` for rows of words; ids of None mean 0, 1,
+    2…
 
     Raises KernelRefused for ids outside the tensors, for a target given twice, and, if source and
     target are one tensor, for a block that is both source and target. If KernelRefused is raised,

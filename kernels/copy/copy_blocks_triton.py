@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of blocks in Triton: a fixed number of programs copy the chunks of all blocks.
 
-One kernel makes all kinds of copies, which differ only in whether the source, the target or both
-have ids. The number of programs, not of blocks, determines the kernel's share of the GPU."""
+One kernel makes all kinds of copies, which differ only in whether source and target are selected by
+ids. The number of programs, not the number of blocks, determines the kernel's share of the GPU."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ def move_blocks_kernel(  # type: ignore[no-untyped-def]
     target_stride,
     CHUNK: tl.constexpr,
 ):
-    """Grid: (programs,). An item is a chunk of a block; each program copies every n-th item, n
-    being their number."""
+    """Copy blocks. Grid: (programs,). With n programs, each program copies every n-th chunk."""
     chunks = tl.cdiv(words, CHUNK)
     for item in range(tl.program_id(0), entries * chunks, tl.num_programs(0)):
         entry = (item // chunks).to(tl.int64)
@@ -54,8 +53,8 @@ def move_blocks_triton(
     device: torch.device,
     max_programs: int,
 ) -> None:
-    """Copy rows as `move_blocks_plain` does, without its checks. `device` must be able to access
-    the memory of both tensors."""
+    """Copy rows like `move_blocks_plain`, without its checks. `device` must be able to access the
+    memory of `source` and `target`."""
     given = source_ids if source_ids is not None else target_ids
     entries = target.shape[0] if given is None else given.numel()
     words = source.shape[1]

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copy engine (DMA) of a GPU: many copies in one call, and page-locked memory for them.
+"""The copy engine (DMA) of a GPU: many copies in one call, and page-locked memory for such copies.
 
 The module calls a few functions of torch's CUDA runtime by ctypes, because torch and CuPy do not
-offer cudaMemcpyBatchAsync. The copies leave the GPU's multiprocessors free for kernels. The module
-works with addresses and bytes; it has no blocks, pools or tiers. The module can be imported without
-CUDA.
+offer cudaMemcpyBatchAsync. The copies leave the GPU's multiprocessors free for kernels. A copy is
+given by addresses and bytes. The module can be imported without CUDA.
 
 A caller must do this:
 - keep source and target memory alive, and registered, until the stream has run the batch;
@@ -29,14 +28,14 @@ from ..kernel_choice import KernelRefused
 
 Integers = Sequence[int] | npt.NDArray[np.int64]
 
-# CUDA's order `any` would be faster on some machines. But with it the copy engine may read a block
-# before an earlier kernel in the stream has written it, without an error. So it is not offered.
+# CUDA's order `any` is faster on some machines, but is not offered: under `any`, the copy engine
+# may read a block before an earlier kernel of the stream has written the block.
 ACCESS_ORDER_STREAM = 1
-# A hint to the driver: these copies run beside kernels. The driver may ignore it.
+# A hint, which the driver may ignore: the copies run at the same time as kernels.
 PREFER_OVERLAP_WITH_COMPUTE = 1
 # Handles of the legacy default stream: null, and cudaStreamLegacy.
 LEGACY_STREAMS = (0, 1)
-FIRST_VERSION = 12080  # with batched copies
+FIRST_VERSION = 12080  # the first CUDA version with cudaMemcpyBatchAsync
 VERSION_WITHOUT_FAIL_INDEX = 13000
 
 
@@ -49,8 +48,8 @@ class CudaError(RuntimeError):
 
     @classmethod
     def from_code(cls, library: Any, code: int, what: str) -> CudaError:
-        """Make the error for the failure `code`. Also reset the error state of `library`, because
-        torch would otherwise find it after its next kernel and report that the kernel failed."""
+        """Return the error for the failure `code`, and reset the error state of `library`.
+        Otherwise torch would read that state after its next kernel and report a failure."""
         name = library.cudaGetErrorName(code).decode()
         text = library.cudaGetErrorString(code).decode()
         library.cudaGetLastError()
@@ -62,7 +61,7 @@ class _Location(ctypes.Structure):
 
 
 class CopyAttributes(ctypes.Structure):
-    """The C structure `cudaMemcpyAttributes`. The hints are for managed memory and stay unset."""
+    """The C structure `cudaMemcpyAttributes`; hints for managed memory stay unset."""
 
     _fields_ = (
         ("source_access_order", ctypes.c_int),
@@ -73,19 +72,19 @@ class CopyAttributes(ctypes.Structure):
 
 
 class Batch:
-    """A list of copies by address, in the arrays that the CUDA runtime takes. A batch may be used
-    any number of times."""
+    """A reusable list of copies by address, as the arrays that the CUDA runtime reads."""
 
     __slots__ = ("count", "sizes", "sizes_at", "sources", "sources_at", "targets", "targets_at")
 
     def __init__(self, sources: Integers, targets: Integers, sizes: Integers) -> None:
-        """Raise KernelRefused unless the lists have the same length and only numbers above 0."""
+        """Raise KernelRefused unless the lists have the same length and all their numbers are above
+        0."""
         counts = (len(sources), len(targets), len(sizes))
         if len(set(counts)) != 1:
             raise KernelRefused(
                 f"expected as many sources, targets and sizes, got {', '.join(map(str, counts))}"
             )
-        # One table, so that its address is looked up once and not in every call.
+        # The three lists share one array, so that its address is looked up only once.
         table = np.array((sources, targets, sizes), dtype=np.int64)
         self.count = counts[0]
         if self.count and table.min() <= 0:
@@ -99,10 +98,10 @@ class Batch:
 
 
 def merge_neighbours(sources: Integers, targets: Integers, sizes: Integers) -> Batch:
-    """Join copies that are neighbours in the list, in the source and in the target.
+    """Return a batch that joins copies which are adjacent in the list, the source and the target.
 
-    The driver does not join copies, and many small copies are much slower than a large one. The
-    caller should sort the copies by address first, because only neighbours in the list are joined.
+    The driver does not join copies, and many small copies are much slower than a large one. Callers
+    should sort the copies by address, because only copies that are adjacent in the list are joined.
     """
     apart = Batch(sources, targets, sizes)
     if apart.count < 2:
@@ -117,18 +116,17 @@ def merge_neighbours(sources: Integers, targets: Integers, sizes: Integers) -> B
 
 
 def copy_batch_plain(batch: Batch) -> None:
-    """Copy a batch within CPU memory, by memmove. All bytes are copied on return."""
+    """Copy a batch within CPU memory, by memmove. The copies have ended on return."""
     table = (batch.targets.tolist(), batch.sources.tolist(), batch.sizes.tolist())
     for target, source, size in zip(*table, strict=True):
         ctypes.memmove(target, source, size)
 
 
 class CudaRuntime:
-    """The functions of a CUDA runtime library. Any thread may call these functions.
+    """The functions of a CUDA runtime library. Any thread may call a CudaRuntime.
 
     The functions use the current device of the calling thread, which must be the device of the
-    stream. `refusal` is the reason why batched copies do not exist, or None; all other functions
-    exist."""
+    stream. `refusal` is the reason why the library has no batched copies, or None."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -151,7 +149,7 @@ class CudaRuntime:
             ctypes.c_void_p,
         )
         self._copy = library.cudaMemcpyBatchAsync
-        # One set of attributes, for the copies from number 0 on. The driver only reads them.
+        # One set of attributes, which the driver only reads, for the copies from number 0 on.
         self._attributes = CopyAttributes(
             source_access_order=ACCESS_ORDER_STREAM, flags=PREFER_OVERLAP_WITH_COMPUTE
         )
@@ -160,7 +158,7 @@ class CudaRuntime:
         self._first_at = ctypes.addressof(self._first)
 
     def copy_batch(self, batch: Batch, stream: int) -> None:
-        """Queue all copies of `batch` in the stream with this handle (`Stream.cuda_stream`).
+        """Queue all copies of `batch` in the CUDA stream with the handle `stream`.
 
         `copy_batch` returns before the copies run. The copies read their sources after all earlier
         work of the stream. Raises KernelRefused if there is a `refusal`, and for the default
@@ -207,7 +205,7 @@ class CudaRuntime:
             )
 
     def unregister_host(self, address: int) -> None:
-        """Undo `register_host`. No copy may use the memory any more. Raises CudaError."""
+        """Unlock the memory that `register_host` locked, after its last copy. Raises CudaError."""
         code = self._library.cudaHostUnregister(address)
         if code:
             raise CudaError.from_code(self._library, code, f"cudaHostUnregister of {address:#x}")
@@ -220,7 +218,7 @@ def _version(ask: Callable[[Any], int]) -> int:
 
 
 def _reason_against_batches(runtime: int, driver: int) -> str | None:
-    """The reason why these versions of runtime and driver have no batched copies, or None."""
+    """Return the reason why these runtime and driver versions have no batched copies, or None."""
     if runtime < FIRST_VERSION:
         return (
             f"batched copies need CUDA runtime {_shown(FIRST_VERSION)} or newer, and torch has "
@@ -259,7 +257,7 @@ def load_library(name: str) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
     except OSError:
-        pass  # torch has the runtime built in; a second one shares its streams and memory
+        pass  # torch contains the runtime; a second copy has the same streams and memory
     try:
         return ctypes.CDLL(name)
     except OSError as error:
@@ -270,13 +268,13 @@ def load_library(name: str) -> ctypes.CDLL:
 
 
 class PageLockedMemory:
-    """Page-locked host memory of exactly the given size, for the copy engine and for kernels.
+    """Page-locked host memory of exactly `num_bytes`, for the copy engine and for kernels.
 
-    Torch would allocate the next power of two instead. Call `close` after the last copy that uses
-    the memory."""
+    Torch's own page-locked memory has the next power of two as size. Call `close` after the last
+    copy that uses the memory."""
 
     def __init__(self, num_bytes: int, runtime: CudaRuntime) -> None:
-        """Raise KernelRefused and CudaError like `register_host`; OSError without memory."""
+        """Raise KernelRefused or CudaError like `register_host`; OSError if memory is exhausted."""
         if num_bytes <= 0:
             raise KernelRefused(f"expected a size above 0, got {num_bytes} bytes")
         self._runtime = runtime
@@ -292,11 +290,11 @@ class PageLockedMemory:
 
     def tensor(self) -> torch.Tensor:
         """Return all of the memory as uint8 `[bytes]`."""
-        # NumPy's view keeps the mapping until the tensor is freed; torch.frombuffer would not.
+        # A NumPy view, unlike torch.frombuffer, keeps the mapping until the tensor is freed.
         return torch.from_numpy(np.frombuffer(self._memory, dtype=np.uint8))
 
     def close(self) -> None:
-        """Free the memory, at once or with the last tensor that uses it. Idempotent.
+        """Free the memory, at once or together with the last tensor over the memory. Idempotent.
 
         If CudaError is raised, the memory is not freed."""
         if self._is_registered:
@@ -305,7 +303,7 @@ class PageLockedMemory:
         try:
             self._memory.close()
         except BufferError:
-            pass  # a tensor uses the memory, and frees it at its own end
+            pass  # the memory is freed with the last tensor over it
 
     def __enter__(self) -> PageLockedMemory:
         return self

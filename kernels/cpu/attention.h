@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over the paged pool where it lies, for one kind of processor.
+// Attention that reads the paged pool directly, without a gather.
 //
-// `layout.h` says what a task is; the parts of a request are put together by the thread that ends the
-// last of them.
+// `layout.h` defines the tasks of the threads; the thread that ends the last part of a request's
+// context combines the partial results of all parts.
 //
-// Parts begin at the same positions whatever else is computed, and are put together in their
-// order, so a request's numbers depend neither on the other requests nor on the number of threads.
-// Numbers are added up in the type of the pool, 16-bit ones in float32.
+// Parts always begin at the same positions and are combined in their order, so a request's result
+// depends, in no bit, on other requests or on the number of threads. Sums have the type of the
+// pool, or float32 for a 16-bit pool.
 #pragma once
 
 #include "parts.h"
@@ -16,8 +16,8 @@ namespace {
 struct Team {
     const Step *step;
     Layout layout;
-    int64_t taken;  // tasks; counted by all threads
-    int64_t seats;  // threads that have come
+    int64_t taken;  // tasks that threads have begun
+    int64_t seats;  // threads that have arrived; gives each thread its scratch
 };
 
 template <class E>
@@ -104,7 +104,7 @@ template <class E> void write_as(const Step &step, Parallel parallel, int64_t th
         write_rows<E>(&writes);
 }
 
-#ifdef __AVX512BF16__  // everything else is AVX-512's, see library.cpp
+#ifdef __AVX512BF16__  // this variant has bfloat16 only, see library.cpp
 #define BY_ELEMENT_OF(element, call) \
     if (element == BFLOAT16) call(BFloat16);
 #else
@@ -118,7 +118,7 @@ template <class E> void write_as(const Step &step, Parallel parallel, int64_t th
 #endif
 
 int64_t workspace_bytes(const Step *step, int64_t threads) {
-    const int64_t spare = 64;  // to align it
+    const int64_t spare = 64;  // for the alignment of the workspace
     if (step->element == FLOAT64) return lay_out<double>(*step, threads, nullptr).bytes + spare;
     return lay_out<float>(*step, threads, nullptr).bytes + spare;
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What both ways of attending share: sizes, a request's rows and keys, where results go.
+// Definitions for attention of few rows (parts.h) and of many rows (tiles.h): sizes, a request's
+// rows and keys, the address of a result.
 #pragma once
 
 #include "step.h"
@@ -7,37 +8,38 @@
 
 namespace {
 
-constexpr int64_t SPLIT = 256;        // tokens of a part of a context
-// Tokens whose values all heads weigh before the next ones: those of CHUNK_BYTES, from 4 to CHUNK.
-// Fewer tokens are closer to the order of memory.
+constexpr int64_t SPLIT = 256;        // tokens in a part of a context
+// Values are read in chunks of tokens: every head adds a chunk's values before the next chunk is
+// read. A chunk has CHUNK_BYTES, but 4 to CHUNK tokens; a smaller chunk is read closer to memory
+// order.
 constexpr int64_t CHUNK = 16, CHUNK_BYTES = 16 << 10;
-constexpr int64_t AHEAD = 16;  // tokens between what is computed and what is sent for
-constexpr int64_t FEW_VECTORS = 32;   // heads of a group times rows, up to which context is split
-// Scratch of a part that several requests share, at most.
+constexpr int64_t AHEAD = 16;  // tokens from the token in work to the token that is prefetched
+constexpr int64_t FEW_VECTORS = 32;   // the most rows times group heads with split contexts
+// The largest scratch memory of a part that several requests share.
 constexpr int64_t SHARED_BYTES = 256 << 10;
-constexpr int64_t TILE_KEYS = 128;  // keys against which many rows are multiplied at once
-// Heads of a group times rows for which a tile is made ready, at most, and numbers of their heads.
+constexpr int64_t TILE_KEYS = 128;  // keys in a tile, by which many rows are multiplied
+// The most rows times heads of a group per tile, and the most elements of their queries.
 constexpr int64_t TILE_VECTORS = 768, TILE_NUMBERS = 3 << 14;
 constexpr int64_t MIN_TILE_VECTORS = 24;
-constexpr int64_t BLOCK_ROWS = VECTOR_BYTES == 64 ? 12 : 6;  // of a block of accumulators
-constexpr int64_t SCORED_VECTORS = 4 * BLOCK_ROWS;  // of a tile, whose scores there are at a time
-constexpr int64_t WORTH_A_COPY = 1 << 18;  // numbers for which another thread is woken
+constexpr int64_t BLOCK_ROWS = VECTOR_BYTES == 64 ? 12 : 6;  // rows in a block of accumulators
+constexpr int64_t SCORED_VECTORS = 4 * BLOCK_ROWS;  // rows times heads scored at a time
+constexpr int64_t WORTH_A_COPY = 1 << 18;  // the least elements of a KV write with several threads
 
 inline int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 inline int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
-// The number of threads, of `threads`, that have so many products each; one at least.
+// Returns how many of `threads` threads have at least `worth_a_thread` products each; at least 1.
 inline int64_t threads_for(int64_t products, int64_t worth_a_thread, int64_t threads) {
     return at_least(1, at_most(threads, products / at_least(1, worth_a_thread)));
 }
 
-// One request's rows and what they see.
+// The rows of one request, and the keys that each row sees.
 struct Request {
     int64_t first_row, rows, length;
 
     int64_t position(int64_t row) const { return length - rows + row; }
-    // The keys of a row are `first_key` ... `end_key - 1`; none for a position below 0.
+    // The keys that a row sees are `first_key` ... `end_key - 1`; a position below 0 sees no key.
     int64_t first_key(int64_t row, int64_t window) const {
         return window ? at_least(position(row) - window + 1, 0) : 0;
     }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads that go through the phases of a call together.
+// Threads that compute the phases of a call together.
 //
-// A phase is over when its tasks are done, not when every thread has come: one that the system does
-// not run holds up only the task that it has taken, and one that comes late goes on where the
-// others are. With one thread nothing is counted.
+// A phase ends when its tasks are done, not when every thread has arrived: a thread that the system
+// does not run delays only the task that it has begun, and a late thread joins the current phase. A
+// single thread counts no tasks.
 #pragma once
 
 #include "step.h"
@@ -15,18 +15,18 @@ namespace {
 
 struct Counter {
     int64_t taken, done;
-    // The number of this phase's tasks, where an earlier phase counts them: a late thread must not
-    // read another layer's number.
+    // The number of this phase's tasks, if an earlier phase computes the number: a late thread must
+    // not read the number of another layer.
     int64_t tasks;
-    int64_t apart[5];  // a line of the cache for each
+    int64_t apart[5];  // so that each counter fills a cache line
 };
 
 struct Crew {
-    Counter *counters;  // of each phase, zeros to begin with
+    Counter *counters;  // one for each phase, initialised to zero
     int64_t threads;
 };
 
-// Spins of a wait, some 20 us, before it yields: another program is likely to want the core.
+// A waiting thread spins so many times, some 20 us, and then yields the core to other programs.
 constexpr int PATIENCE = 1000;
 
 template <class Task> inline void go_through(Crew &crew, int64_t phase, int64_t tasks, Task task) {

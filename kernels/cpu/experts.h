@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The choice of experts, and the order in which their rows are computed.
+// The choice of experts for each row, and the order in which the experts' rows are computed.
 //
-//     row       of the hidden states; has `num_chosen` choices, choice `row * num_chosen + j` its j-th
-//     place     of a choice in the order of experts: those of one expert lie together, so that its
+//     row       of the hidden states; the number of its j-th choice is `row * num_chosen + j`
+//     place     index of a choice, sorted by expert: an expert's choices are adjacent, so that its
 //               matrices are read once
 #pragma once
 
@@ -10,13 +10,13 @@
 
 namespace {
 
-// One layer's experts at work: which have rows, and in which tasks they are multiplied.
+// The experts that have rows in one layer, and the tasks of their products.
 struct Routed {
     int64_t *place_of;   // [choices]
-    int64_t *choice_at;  // [choices]: by place
-    int64_t *starts;     // [experts + 1]: places
-    int64_t *active;     // [experts]: those that have rows, `num_active` of them
-    int64_t *up_tasks;   // [experts + 1]: where the tasks of the i-th of them begin
+    int64_t *choice_at;  // [choices]: the choice at each place
+    int64_t *starts;     // [experts + 1]: the first place of each expert
+    int64_t *active;     // [experts]: the `num_active` experts that have rows
+    int64_t *up_tasks;   // [experts + 1]: the first task of the i-th active expert
     int64_t *down_tasks;
     int64_t *num_active;
 };
@@ -43,20 +43,21 @@ inline Routed routed_at(int64_t *memory, int64_t experts, int64_t choices) {
 
 template <class A> inline A exponential_of(A x) { return exponential(all_of(x))[0]; }
 
-// The best of a row's scores, the first of equal ones, and their weights.
+// Writes the experts with the highest scores of a row, by index if scores are equal, and their
+// weights.
 template <class A>
 inline void choose(const Experts &experts, const A *scores, int64_t *chosen, A *weights) {
     const int64_t count = experts.num_experts, wanted = experts.num_chosen;
     for (int64_t j = 0; j < wanted; j++) {
         int64_t best = -1;
         for (int64_t e = 0; e < count; e++) {
-            // Scores fall from choice to choice, and of equal ones numbers grow.
+            // Scores fall from choice to choice; among equal scores, expert indices rise.
             const bool is_left =
                 j == 0 || scores[e] < weights[j - 1] ||
                 (scores[e] == weights[j - 1] && e > chosen[j - 1]);
             if (is_left && (best < 0 || scores[e] > scores[best])) best = e;
         }
-        if (best < 0) {  // scores that are no numbers
+        if (best < 0) {  // the scores are NaN
             best = j;
             chosen[j] = best;
             weights[j] = __builtin_nan("");
@@ -75,7 +76,7 @@ inline void choose(const Experts &experts, const A *scores, int64_t *chosen, A *
         weights[j] = exponential_of<A>(weights[j] - most) / total;
 }
 
-// Lays down the order of `choices` choices, and the tasks of their products.
+// Writes the order of `choices` choices, and the tasks of their products, to `routed`.
 template <class E>
 inline void lay_down(const Experts &experts, const int64_t *chosen, int64_t choices,
                      int64_t threads, Routed &routed) {
@@ -89,7 +90,7 @@ inline void lay_down(const Experts &experts, const int64_t *chosen, int64_t choi
         starts[e + 1] += starts[e];
     }
     *routed.num_active = active;
-    // `up_tasks` says meanwhile where the next choice of each expert goes.
+    // `up_tasks` temporarily has the place of the next choice of each expert.
     for (int64_t e = 0; e < count; e++) routed.up_tasks[e] = starts[e];
     for (int64_t i = 0; i < choices; i++) {
         const int64_t place = routed.up_tasks[chosen[i]]++;
@@ -106,7 +107,7 @@ inline void lay_down(const Experts &experts, const int64_t *chosen, int64_t choi
     }
 }
 
-// The expert with rows, by its number among those, of which `task` is one.
+// Returns the index, among the active experts, of the expert to which `task` belongs.
 inline int64_t active_of(const int64_t *tasks, int64_t active, int64_t task) {
     int64_t low = 0, high = active;
     while (high - low > 1) {
@@ -119,7 +120,7 @@ inline int64_t active_of(const int64_t *tasks, int64_t active, int64_t task) {
     return low;
 }
 
-// `to` += the results of a row's choices, each times its weight.
+// `to` += the results of a row's experts, each multiplied by its weight.
 template <class A>
 inline void add_choices(const int64_t *place_of, const A *weights, int64_t count, const A *results,
                         int64_t results_row, int64_t size, A *to) {

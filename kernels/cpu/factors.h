@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is multiplied in attention: numbers of the type that is added up in or, where the processor
-// adds up the products of pairs of bfloat16 by itself, pairs of those. Queries and keys are paired
-// along a head, weights and values by tokens.
+// The factors of attention's products: numbers of the type of the sums or, if the processor has an
+// instruction for sums of two bfloat16 products, pairs of bfloat16. A pair of a query or key has
+// two elements of a head, a pair of weights or values two tokens.
 #pragma once
 
 #include "context.h"
@@ -11,14 +11,14 @@ namespace {
 template <class A> struct Numbers {
     typedef A Number;
     typedef V<A> Vector;
-    static constexpr int DEPTH = 1;  // numbers that make one factor
+    static constexpr int DEPTH = 1;  // numbers in one factor
 
     static inline Vector read(const A *from) { return load(from); }
     static inline Vector everywhere(A number) { return all_of(number); }
     static inline V<A> added(V<A> sum, Vector left, Vector right) { return sum + left * right; }
     template <class E> static inline Vector of_elements(const E *from) { return load(from); }
 
-    // DEPTH vectors of weights; `sum` grows by them as they are kept.
+    // Stores DEPTH vectors of weights, and adds the stored weights to `sum`.
     static inline void keep(const V<A> *weights, A *to, V<A> &sum) {
         store(to, *weights);
         sum += *weights;
@@ -26,7 +26,8 @@ template <class A> struct Numbers {
     template <class E> static inline void keep_elements(const E *from, int64_t count, A *to) {
         for (int64_t d = 0; d < count; d += LANES<A>) store(to + d, load(from + d));
     }
-    // Values of DEPTH tokens (null: zeros) from number `d` on, a panel's or what is left of `dim`.
+    // Stores a panel of the values of DEPTH tokens (null: zeros), from element `d` to at most
+    // `dim`.
     template <class E>
     static inline void keep_values(const E *const *from, int64_t d, int64_t dim, A *to) {
         for (int64_t end = at_most(d + PANEL<A>, dim); d < end; d += LANES<A>, to += LANES<A>)
@@ -59,7 +60,7 @@ struct Pairs {
         const Vector pairs =
             (Vector)_mm512_cvtne2ps_pbh((__m512)weights[1], (__m512)weights[0]);
         __builtin_memcpy(to, &pairs, sizeof(pairs));
-        sum = added(sum, pairs, (Vector)_mm512_set1_epi16(0x3f80));  // times 1
+        sum = added(sum, pairs, (Vector)_mm512_set1_epi16(0x3f80));  // 1 in bfloat16
     }
     static inline void keep_elements(const BFloat16 *from, int64_t count, Pair *to) {
         __builtin_memcpy(to, from, size_t(count) * sizeof(BFloat16));
@@ -83,7 +84,7 @@ struct Pairs {
 template <class E> constexpr bool IS_BFLOAT16 = false;
 template <> constexpr bool IS_BFLOAT16<BFloat16> = true;
 
-// Calls `work` with the factors for elements E and heads of this size.
+// Calls `work` with the kind of factors for elements E and heads of `dim` elements.
 template <class E, class Work> inline void by_factors(int64_t dim, Work work) {
     (void)dim;
 #ifdef __AVX512BF16__

@@ -10,16 +10,15 @@ import torch
 
 HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
-# Memory of up to half of this shares a piece with other memory.
+# The size of a shared piece of memory; up to half of a piece is allocated from it.
 _PIECE_BYTES = 16 << 20
 _LINE_BYTES = 64
 
 
 def ask_for_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask the system, by madvise, for huge pages under a tensor whose memory has not been touched
-    yet. With small pages, reading nearly every block of a pool needs walks of the page tables; with
-    huge pages attention read a pool 1.4 times as fast. A system without huge pages uses small
-    pages."""
+    """Request huge pages, by madvise, for the memory of a tensor that has not been written yet.
+    With small pages, nearly every read of a pool's block needs a walk of the page tables; with huge
+    pages, attention read a pool 1.4 times as fast. A system without huge pages uses small pages."""
     start = -(-tensor.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     size = (tensor.data_ptr() + tensor.nbytes - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
@@ -29,7 +28,7 @@ def ask_for_huge_pages(tensor: torch.Tensor) -> None:
 
 def memory_in_huge_pages(num_bytes: int) -> torch.Tensor:
     """Return uninitialised uint8 `[num_bytes]` that begins at a cache line. Small tensors share
-    huge pages; a shared piece of memory is freed with the last tensor in it."""
+    huge pages; shared memory is freed with the last of its tensors."""
     if num_bytes > _PIECE_BYTES // 2:
         return _aligned(num_bytes)
     return _SHARED.allocate_bytes(num_bytes)

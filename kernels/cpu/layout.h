@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a call of attention is cut into tasks, and where in the workspace everything lies.
+// The tasks into which a call of attention is divided, and the layout of the workspace.
 //
-//     few rows   a task is a part of a request's context, all heads in it. Requests that have the
-//                same blocks there, as behind a common system prompt, are one task: their keys and
-//                values are read once for all of them. Block ids alone tell which requests
-//                begin alike, and there may be several such prefixes
-//     more       a task is some rows of a request under one kv head
+//     few rows   a task is a part of a request's context, for all heads. Requests that have the
+//                same blocks in a part, such as a common system prompt, are one task: keys and
+//                values are read once for all requests. The block ids decide which requests
+//                share a prefix; a step may have several shared prefixes
+//     many rows  a task is some rows of a request under one kv head
 //
-// A request's numbers do not depend on the other requests of its task: each of its sums is
+// A request's result does not depend, in any bit, on other requests of a task: each sum is always
 // computed in the same order.
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace {
 
-// Where a part's queries, scores, sums and results lie, of so many rows times heads.
+// The sizes of a part's queries, scores, sums and results; `vectors` is rows times heads.
 template <class A> struct PartScratch {
     int64_t vectors, dim;
 
@@ -31,37 +31,37 @@ template <class A> struct PartScratch {
     }
 };
 
-// A part of one request's context, or some of its rows, and the next request of the same task.
+// One request's share of a task: a part of its context, or a tile of its rows under one kv head.
 struct Member {
     int32_t request;
-    int32_t number;  // of the parts, or of the rows and kv heads, of this request
-    int32_t next;    // -1: none
+    int32_t number;  // index of the part, or of the tile and kv head, in this request
+    int32_t next;    // the next member of the same task; -1: none
     int32_t task;
 };
 
 struct Task {
-    int32_t first, last;  // members
-    int64_t vectors;      // rows times heads, of all
+    int32_t first, last;  // the first and the last member
+    int64_t vectors;      // rows times heads, of all members
 };
 
 struct Layout {
     Task *tasks;
-    Member *members;        // those of a request lie in a row
+    Member *members;        // the members of a request are adjacent
     int32_t *first_member;  // [requests + 1]
-    int32_t *remaining;     // [requests]: parts that are not finished
-    int64_t *first_partial; // [requests]: numbers before this request's partial results
+    int32_t *remaining;     // [requests]: the number of parts that are not finished
+    int64_t *first_partial; // [requests]: the offset of the request's partial results
     int64_t num_tasks;
     char *partials;
     char *scratch;
-    int64_t scratch_bytes;  // of a thread
+    int64_t scratch_bytes;  // of one thread
     int64_t tile_rows;
-    int64_t shared_vectors;  // rows times heads of several requests in a task, at most
+    int64_t shared_vectors;  // the most rows times heads of a task with several requests
     int64_t threads;
     int64_t bytes;
 
     bool has_tiles;
 
-    // The longest ones first: those of a prompt's last rows, or those that many requests share.
+    // The longest tasks run first: the last rows of a prompt, or parts that many requests share.
     int64_t task_in_turn(int64_t turn) const { return has_tiles ? num_tasks - 1 - turn : turn; }
     int64_t parts(int64_t request) const {
         return first_member[request + 1] - first_member[request];
@@ -72,22 +72,22 @@ inline int64_t first_part(const Step &step, const Request &request) {
     return request.first_key(0, step.window) / SPLIT;
 }
 inline int64_t num_parts(const Step &step, const Request &request) {
-    if (request.length <= 0) return 1;  // which writes zeros
+    if (request.length <= 0) return 1;  // its task writes zeros
     return round_up(request.length, SPLIT) / SPLIT - first_part(step, request);
 }
 
-// Parts of the context of few rows, or tiles of more.
+// Returns the number of parts, for a request with few rows, or of tiles times kv heads.
 inline int64_t members_of(const Step &step, const Request &request, int64_t tile_rows) {
     if (request.rows <= 0) return 0;
     if (has_few_rows(step, request)) return num_parts(step, request);
     return round_up(request.rows, tile_rows) / tile_rows * step.kv_heads;
 }
-// Numbers of the partial results of so many parts; one part is the result.
+// Returns the number of elements in the partial results; a single part has none.
 inline int64_t partials_of(const Step &step, const Request &request, int64_t parts) {
     return parts > 1 ? parts * request.rows * step.heads * (step.head_dim + 2) : 0;
 }
 
-// Whether every row sees the whole of a part.
+// Whether every row sees all keys of a part.
 inline bool sees_whole(const Step &step, const Request &request, int64_t part) {
     return request.first_key(request.rows - 1, step.window) <= part * SPLIT &&
            request.end_key(0) >= (part + 1) * SPLIT;
@@ -101,9 +101,9 @@ inline bool has_same_blocks(const Step &step, int64_t a, int64_t b, int64_t part
                              size_t(end - first) * sizeof(int32_t));
 }
 
-// The task of other requests that a part joins, or -1. Requests that share a part share those
-// before it, so only the first part is compared with every other request's, and the next ones with
-// those of the task that the part before has joined.
+// Returns the task of other requests that a part joins, or -1. Requests that share a part also
+// share all earlier parts. So the first part is compared with the first part of every request, and
+// a later part only with members of the task of the part before.
 inline int64_t task_to_join(const Step &step, const Layout &layout, int64_t index,
                             const Request &request, int64_t number) {
     const int64_t part = first_part(step, request) + number;
@@ -167,8 +167,8 @@ inline void lay_tasks(const Step &step, Layout &layout) {
     }
 }
 
-// With a `base` the tasks are laid down there; without one this only measures. `is_crew` says that
-// so many threads are there already, whether or not they are worth it.
+// Computes the layout, and writes the tasks to the memory at `base`, unless it is null. With
+// `is_crew`, all `threads` are used, because these threads already run.
 template <class A>
 Layout lay_out(const Step &step, int64_t threads, char *base, bool is_crew = false) {
     Layout layout;

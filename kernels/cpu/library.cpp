@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functions of the library, which `library.py` calls. This file runs on any processor; the
-// variants do the work.
+// The exported functions, which `library.py` calls. This file is compiled for every x86-64
+// processor; the computations are in the variants.
 #include <cpuid.h>
 #include <time.h>
 
@@ -23,8 +23,8 @@ static bool has_half_conversion() {
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 }
 
-// Whether this processor, and the system with it, runs a variant: 0 AVX2, 1 AVX-512, 2 AVX-512 that
-// multiplies bfloat16.
+// Whether the processor and the operating system support a variant: 0 AVX2, 1 AVX-512, 2 AVX-512
+// with products of bfloat16.
 EXPORTED int64_t stratakv_cpu_runs(int64_t variant) {
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
@@ -36,30 +36,31 @@ EXPORTED int64_t stratakv_cpu_runs(int64_t variant) {
            (variant == 1 || __builtin_cpu_supports("avx512bf16"));
 }
 
-// The last variant has bfloat16 alone: other elements are AVX-512's.
+// The bfloat16 variant computes only bfloat16; the AVX-512 variant computes the other element
+// types.
 static const Variant &variant_of(int64_t variant, int64_t element) {
     if (variant == 0) return stratakv_avx2;
     return variant == 2 && element == BFLOAT16 ? stratakv_avx512_bf16 : stratakv_avx512;
 }
 
-// Bytes that a call with this step needs; of q, k, v, out and the pool nothing is read.
+// Returns the bytes of workspace for `step`; the memory of q, k, v, out and the pool is not read.
 EXPORTED int64_t stratakv_cpu_workspace(int64_t variant, const Step *step, int64_t threads) {
     return variant_of(variant, step->element).workspace_bytes(step, threads);
 }
 
-// Outputs of a panel; a matrix of this element lies in whole ones.
+// Returns the number of outputs in a panel; a matrix is packed in whole panels.
 EXPORTED int64_t stratakv_cpu_panel(int64_t variant, int64_t element) {
     return variant_of(variant, element).panel(element);
 }
 
-// Inputs of an output that lie side by side in a matrix of this element, which has a multiple of so
-// many of them, with zeros at the end.
+// Returns how many inputs of an output are adjacent in a packed matrix; the number of inputs is
+// padded with zeros to a multiple of it.
 EXPORTED int64_t stratakv_cpu_together(int64_t variant, int64_t element) {
     return variant_of(variant, element).together(element);
 }
 
-// Lays down `weight`, whose rows are `row` elements apart, where `matrix` says; it is the first
-// (offset 0) or the second (1) of a pair.
+// Packs `weight`, whose rows are `row` elements apart, into `matrix`. In a pair, `weight` is the
+// first matrix (offset 0) or the second (offset 1).
 EXPORTED int64_t stratakv_cpu_pack(int64_t variant, const void *weight, int64_t row,
                                    const Matrix *matrix, int64_t offset, int64_t element) {
     variant_of(variant, element).pack(weight, row, matrix, offset, element);
@@ -71,7 +72,7 @@ EXPORTED int64_t stratakv_cpu_product_workspace(int64_t variant, const Product *
     return variant_of(variant, product->element).product_bytes(product, threads);
 }
 
-// 0, or 1 where the workspace is too small; then nothing was done.
+// Computes a product. Returns 0, or 1 without computing if the workspace is too small.
 EXPORTED int64_t stratakv_cpu_multiply(int64_t variant, const Product *product, Parallel parallel,
                                        int64_t threads) {
     const Variant &chosen = variant_of(variant, product->element);
@@ -84,8 +85,9 @@ EXPORTED int64_t stratakv_cpu_pass_workspace(int64_t variant, const Pass *pass, 
     return variant_of(variant, pass->element).pass_bytes(pass, threads);
 }
 
-// All layers. 0, or why nothing was done: 1 the workspace is too small, 2 a position has no place in
-// the tables, 3 a wanted row is none of the tokens. What the steps point to was checked before.
+// Computes all layers. Returns 0, or why nothing was computed: 1 the workspace is too small, 2 a
+// position is beyond the tables, 3 a wanted row is no row of the tokens. The steps must have been
+// checked.
 EXPORTED int64_t stratakv_cpu_pass(int64_t variant, const Pass *pass, Parallel parallel,
                                    int64_t threads) {
     const Variant &chosen = variant_of(variant, pass->element);
@@ -106,8 +108,8 @@ EXPORTED int64_t stratakv_cpu_pass(int64_t variant, const Pass *pass, Parallel p
     return 0;
 }
 
-// 0, or what is out of bounds: 1 a slot, 2 a block, 3 a length that its table does not hold,
-// 4 rows of a request.
+// Returns 0, or what is out of bounds: 1 a slot, 2 a block, 3 a length beyond its block table, 4
+// the rows of a request.
 EXPORTED int64_t stratakv_cpu_check(const Step *step) {
     if (step->k)
         for (int64_t i = 0; i < step->num_tokens; i++)
@@ -133,8 +135,8 @@ EXPORTED int64_t stratakv_cpu_check(const Step *step) {
     return 0;
 }
 
-// Writes k and v into their slots, unless k is null, then attends. 0, or 1 where the workspace is
-// too small; then nothing was done.
+// Writes k and v to their slots, unless k is null, and computes attention. Returns 0, or 1 without
+// computing if the workspace is too small.
 EXPORTED int64_t stratakv_cpu_attend(int64_t variant, const Step *step, Parallel parallel,
                                      int64_t threads) {
     const Variant &chosen = variant_of(variant, step->element);
@@ -145,9 +147,10 @@ EXPORTED int64_t stratakv_cpu_attend(int64_t variant, const Step *step, Parallel
     return 0;
 }
 
-// Bans tokens in place, as -inf: of row `indices[i]` of `logits` (row i where there are none), whose
-// rows are `row` elements apart, each token whose bit is not set in the i-th row of `words`, and
-// those beyond the words. Whole words of one kind are most of a grammar's.
+// Sets logits to -inf: in row `indices[i]` of `logits` (row i if `indices` is null), each token
+// whose bit is 0 in the i-th row of `words`, and each token beyond the words. Rows of logits are
+// `row` elements apart. Words of only ones or only zeros, the most frequent in grammars, take a
+// fast path.
 EXPORTED int64_t stratakv_cpu_ban(float *logits, int64_t row, int64_t num_tokens,
                                   const uint32_t *words, int64_t num_words,
                                   const int64_t *indices, int64_t num_rows) {
@@ -169,9 +172,9 @@ EXPORTED int64_t stratakv_cpu_ban(float *logits, int64_t row, int64_t num_tokens
     return 0;
 }
 
-// Has the system give each page of zeros that it has promised, from `memory` on, until `*ends` is
-// not 0. Nothing is changed: what another thread writes there meanwhile stays. A page is taken by
-// touching it, which holds up no other thread; `madvise` would keep those waiting that map memory.
+// Touches each page from `memory` on, so that the system allocates it, until `*ends` is not 0. The
+// bytes do not change, and other threads may write to the pages. A touch delays no other thread,
+// while `madvise` would delay threads that map memory.
 EXPORTED int64_t stratakv_cpu_take_pages(char *memory, int64_t bytes, const int64_t *ends) {
     constexpr int64_t PAGE = 4096;
     for (int64_t at = 0; at < bytes && !__atomic_load_n(ends, __ATOMIC_RELAXED); at += PAGE)
@@ -194,7 +197,7 @@ static void arrive(void *data) {
     }
 }
 
-// Nanoseconds from the call until the last of the threads has come; 0 where there is but one.
+// Returns the nanoseconds from the call until all threads run; 0 for one thread.
 EXPORTED int64_t stratakv_cpu_wake(int64_t, const void *, Parallel parallel, int64_t threads) {
     if (!parallel || threads < 2) return 0;
     const int64_t called = nanoseconds();

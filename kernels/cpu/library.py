@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled library for CPUs: this module finds it, decides whether it can be used, and binds
-its functions.
+"""The compiled library for CPUs. The module finds the library, decides whether the library can be
+used, and binds the library's functions.
 
-`setup.py` builds the library into this folder. The library is a plain shared library whose
-functions take addresses, so it does not depend on the versions of Python and torch. The library
-runs on torch's OpenMP threads, by torch's own function. With two thread pools, each pool would wait
-until the other's threads stop spinning.
+`setup.py` builds the library into this folder. Its functions take only addresses and numbers, so
+one build works with all versions of Python and torch. The library runs on torch's OpenMP threads,
+by torch's own function. With two thread pools, each pool would wait until the threads of the other
+pool stop spinning.
 
-The environment variable STRATAKV_CPU_KERNELS gives the variant, `avx2`, `avx512` or `avx512_bf16`,
-or `none` for no library. If the variable is not set, the last of these variants that the processor
-supports is used. `avx512_bf16` is like `avx512`, but rounds the inputs that are multiplied by
-bfloat16 weights to bfloat16."""
+The environment variable STRATAKV_CPU_KERNELS selects the variant, `avx2`, `avx512` or
+`avx512_bf16`, or `none` for no library. If the variable is not set, the variant is the last of the
+three that the processor supports. `avx512_bf16` is like `avx512`, but rounds the inputs that are
+multiplied by bfloat16 weights to bfloat16."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "libstratakv_cpu.so"
 ABI = 10  # STRATAKV_ABI of step.h
 VARIABLE = "STRATAKV_CPU_KERNELS"
-# Start of the section table, which linkers write last, and the size and number of its entries.
+# The offset of the section table, which linkers write last, and the size and number of its entries.
 _ELF_HEADER = struct.Struct("<40xQ10xHH2x")
 AUTO, NONE = "auto", "none"
-VARIANTS = ("avx2", "avx512", "avx512_bf16")  # by their numbers in the library
+VARIANTS = ("avx2", "avx512", "avx512_bf16")  # the index is the variant's number in the library
 ELEMENTS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 _FACTS = ("abi", "step_bytes", "pass_bytes", "runs")
@@ -42,7 +42,7 @@ _REBUILD = "install again where there is a C++ compiler"
 
 
 class Step(ctypes.Structure):
-    """The arguments of an attention step, as a C structure of `step.h`. Strides are in elements."""
+    """The C structure `Step` of `step.h`: the arguments of an attention step."""
 
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in (
@@ -63,7 +63,7 @@ class Step(ctypes.Structure):
 
 
 class Adapter(ctypes.Structure):
-    """The addition of an adapter to a product."""
+    """The C structure `Adapter` of `step.h`: a LoRA adapter of one matrix."""
 
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("ins", "outs", "spans")],
@@ -72,7 +72,7 @@ class Adapter(ctypes.Structure):
 
 
 class Matrix(ctypes.Structure):
-    """A matrix that is packed in the library's order, as a C structure."""
+    """The C structure `Matrix` of `step.h`: a packed matrix."""
 
     _fields_ = (
         ("packed", ctypes.c_void_p),
@@ -83,7 +83,7 @@ class Matrix(ctypes.Structure):
 
 
 class Product(ctypes.Structure):
-    """The arguments of a single matrix product, as a C structure."""
+    """The C structure `Product` of `step.h`: the arguments of a matrix product."""
 
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in ("x", "out", "workspace")],
@@ -100,7 +100,7 @@ class Product(ctypes.Structure):
 
 
 class Experts(ctypes.Structure):
-    """A mixture of experts, as a C structure."""
+    """The C structure `Experts` of `step.h`: a mixture of experts."""
 
     _fields_ = (
         ("router", Matrix),
@@ -112,7 +112,7 @@ class Experts(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """The C structure `LayerWeights` of `step.h`."""
+    """The C structure `LayerWeights` of `step.h`: the weights of a layer."""
 
     _fields_ = (
         *[(name, Matrix) for name in ("qkv", "out", "gate_up", "down")],
@@ -125,7 +125,7 @@ class Layer(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """The arguments of a forward pass through all layers, as a C structure."""
+    """The C structure `Pass` of `step.h`: the arguments of a forward pass."""
 
     _fields_ = (
         *[(name, ctypes.c_void_p) for name in (
@@ -154,32 +154,32 @@ class CpuLibrary:
 
     variant: str
     lanes: int
-    check: Callable[[Any], int]  # a Step: 0, or the number of a wrong argument
-    workspace_bytes: Callable[[Any, int], int]  # a Step, threads
-    attend: Callable[[Any, int], int]  # a Step, threads: 1 if the workspace is too small, else 0
-    panel: Callable[[int], int]  # element number: outputs that are packed together
-    together: Callable[[int], int]  # element number: inputs packed together; inputs are padded
-    pack: Callable[[int, int, Any, int, int], int]  # weight, its row, a Matrix, which, element
-    product_workspace: Callable[[Any, int], int]  # a Product, threads
+    check: Callable[[Any], int]  # a Step -> 0, or the number of a wrong argument
+    workspace_bytes: Callable[[Any, int], int]  # a Step, threads -> bytes
+    attend: Callable[[Any, int], int]  # a Step, threads -> 1 if the workspace is too small, else 0
+    panel: Callable[[int], int]  # element type -> number of outputs that are packed together
+    together: Callable[[int], int]  # element type -> number of inputs that are packed together
+    pack: Callable[[int, int, Any, int, int], int]  # weight, stride, Matrix, index in pair, type
+    product_workspace: Callable[[Any, int], int]  # a Product, threads -> bytes
     multiply: Callable[[Any, int], int]  # as `attend`
-    pass_workspace: Callable[[Any, int], int]  # a Pass, threads
-    run_pass: Callable[[Any, int], int]  # as `attend`; 2: a wrong position, 3: a wrong wanted row
-    # float32 logits, their row, tokens; words, their number in a row; indices or None, rows
+    pass_workspace: Callable[[Any, int], int]  # a Pass, threads -> bytes
+    run_pass: Callable[[Any, int], int]  # as `attend`; 2 for a wrong position, 3 for a wrong row
+    # float32 logits, their stride, tokens; words, words per row; indices or None, rows
     ban: Callable[[int, int, int, int, int, int | None, int], int]
-    take_pages: Callable[[int, int, Any], int]  # memory, bytes, an int64 that stops it
-    wake: Callable[[None, int], int]  # None, threads: nanoseconds until all run
+    take_pages: Callable[[int, int, Any], int]  # memory, bytes, address of an int64 that stops it
+    wake: Callable[[None, int], int]  # None, threads -> nanoseconds until all threads run
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """The result if the library cannot be used, with the reason."""
+    """The result of `cpu_library` if the library cannot be used: the reason."""
 
     reason: str
 
 
 @functools.cache
 def cpu_library() -> CpuLibrary | Missing:
-    """Open the library once per process, and log the result."""
+    """Return the library, which is opened and logged once per process."""
     wanted = os.environ.get(VARIABLE, AUTO)
     found = open_library(Path(__file__).with_name(FILE_NAME), wanted)
     if isinstance(found, Missing):
@@ -194,8 +194,7 @@ def cpu_library() -> CpuLibrary | Missing:
 
 def open_library(path: Path, wanted: str = AUTO) -> CpuLibrary | Missing:
     """Open the library at `path` in the `wanted` variant: `auto`, one of VARIANTS or `none`.
-    `open_library` raises no error: it returns Missing if the file, the processor or the choice does
-    not fit."""
+    Returns Missing, and raises no error, if the file or the variant cannot be used."""
     if wanted not in (AUTO, NONE, *VARIANTS):
         names = ", ".join((AUTO, *VARIANTS, NONE))
         return Missing(f"{VARIABLE} takes {names}, not {wanted!r}")
@@ -223,9 +222,8 @@ def open_library(path: Path, wanted: str = AUTO) -> CpuLibrary | Missing:
 
 
 def _is_cut(path: Path) -> bool:
-    """Whether the end of a 64-bit ELF file is missing (after an interrupted copy, for example). The
-    loader does not check the end of the file, and an access to the missing part would kill the
-    process."""
+    """Whether the end of a 64-bit ELF file is missing, for example after an interrupted copy. The
+    loader would not detect a missing end, and an access to it would kill the process."""
     with path.open("rb") as file:
         head = file.read(_ELF_HEADER.size)
     if len(head) < _ELF_HEADER.size:
@@ -282,8 +280,8 @@ def _function(library: ctypes.CDLL, name: str) -> Any:
 
 
 def _torch_parallel() -> int | None:
-    """The address of the GOMP_parallel (OpenMP) that torch uses; None if torch was built without
-    it. If the address is None, the library runs all work on the calling thread."""
+    """Return the address of torch's OpenMP function GOMP_parallel; None if torch was built without
+    OpenMP. Without an address, the library computes on the calling thread only."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         function = ctypes.CDLL(str(path)).GOMP_parallel

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The addition of an adapter to a product, `(x @ in.T) @ out.T`, for the rows that have one.
+// The addition of a LoRA adapter, `(x @ in.T) @ out.T`, to a product, for the rows that have an
+// adapter.
 //
 //     shrink    rows and ranks: `inner` `[rows, rank]` = x @ in.T
 //     add       panels: a panel's results += inner @ out.T, before bias and activation
 //
-// Rows of several adapters, and rows without one, go through one product together. Rows of one
-// adapter share what is read of it. Each number of a row is added up in one order, whatever rows it
-// shares with.
+// One product computes rows with different adapters and rows without an adapter. Rows with the same
+// adapter share the loads of the adapter. The sums of a row always have the same order, whatever
+// other rows are computed.
 #pragma once
 
 #include "context.h"
@@ -16,19 +17,19 @@
 namespace {
 
 constexpr int RANKS_TOGETHER = 4;  // the rank of an adapter is a multiple of this
-constexpr int ROWS_TOGETHER = VECTOR_BYTES == 64 ? 4 : 2;  // share what is read of an adapter
-// Of a task that shrinks.
+constexpr int ROWS_TOGETHER = VECTOR_BYTES == 64 ? 4 : 2;  // rows that share loads of an adapter
+// The rows and ranks of one task of the phase `shrink`.
 constexpr int64_t ROWS_OF_SHRINK = 32, RANKS_OF_SHRINK = 8;
 
-// Rows that have one adapter.
+// Some rows that have the same adapter.
 struct Alike {
     const Adapter *adapter;
     int32_t count;
     int32_t rows[ROWS_TOGETHER];
 };
 
-// Puts rows of one adapter together, at most 64 rows; `adapter_of(row)` is null for a row without
-// one. Returns the number of groups, at most one for each row.
+// Groups at most 64 rows by adapter; `adapter_of(row)` is null for a row without an adapter.
+// Returns the number of groups, at most one for each row.
 template <class AdapterOf>
 inline int64_t group_rows(int64_t first, int64_t rows, AdapterOf adapter_of, Alike *groups) {
     const Adapter *adapters[64];
@@ -52,7 +53,8 @@ inline int64_t group_rows(int64_t first, int64_t rows, AdapterOf adapter_of, Ali
     return count;
 }
 
-// RANKS_TOGETHER numbers of each of R rows: the rows' inputs times `in` `[RANKS_TOGETHER, ins]`.
+// Writes RANKS_TOGETHER results for each of R rows: the rows' inputs times `in` `[RANKS_TOGETHER,
+// ins]`.
 template <int R, class T, class A>
 inline void shrink_rows(const T *const *x, int64_t ins, const A *in, A *const *to) {
     constexpr int COUNT = ROWS_TOGETHER * RANKS_TOGETHER;
@@ -84,14 +86,14 @@ inline void shrink_rows(const T *const *x, int64_t ins, const A *in, A *const *t
     }
 }
 
-// The addition to the rows of a product, or of its rows from one on.
+// The addition of adapters to the rows of a product, from row `first_row` on.
 template <class A> struct LowRank {
-    const Adapter *adapters;  // of the matrix, by slot; null: nothing is added
-    const int32_t *slots;     // of the step's rows; -1: none
-    const int64_t *slot_of;   // the step's row of each row of the product; null: the same
+    const Adapter *adapters;  // the adapters of the matrix, by slot; null: nothing is added
+    const int32_t *slots;     // the slot of each row of the step; -1: no adapter
+    const int64_t *slot_of;   // the row in the step of each row of the product; null: the same row
     A *inner;
     int64_t inner_row;
-    const int64_t *inner_of;  // the row of `inner` of each row of the product; null: the same
+    const int64_t *inner_of;  // the row of `inner` for each row of the product; null: the same row
     int64_t first_row, first_panel;
 
     LowRank from(int64_t row) const {
@@ -100,7 +102,7 @@ template <class A> struct LowRank {
         return moved;
     }
     const Adapter *adapter_of(int64_t row) const { return adapter_of(row, adapters); }
-    // As before, with the adapters of another matrix.
+    // Returns the row's adapter for the matrix with the adapters `of_matrix`.
     const Adapter *adapter_of(int64_t row, const Adapter *of_matrix) const {
         row += first_row;
         const int32_t slot = slots[slot_of ? slot_of[row] : row];
@@ -110,7 +112,7 @@ template <class A> struct LowRank {
     int64_t shrink_tasks(int64_t rows) const {
         return quotient_up(rows, ROWS_OF_SHRINK) * quotient_up(inner_row, RANKS_OF_SHRINK);
     }
-    // One of the tasks, of rows `x`: some rows, and some ranks of their adapters.
+    // Computes one task of the phase `shrink`: some rows of `x`, and some ranks of their adapters.
     template <class T, class AdapterOf>
     void shrink(int64_t task, const T *x, int64_t x_row, int64_t rows, int64_t ins,
                 AdapterOf adapter_of) const {
@@ -140,8 +142,8 @@ template <class A> struct LowRank {
         }
     }
 
-    // Adds to panels, from `panel` on as many as `count`, of the rows `tile`, the first of which is
-    // row `first`.
+    // Adds the adapter to `count` panels, from `panel` on, of the results `tile`, whose first row
+    // is row `first`.
     inline void add(const Alike &group, int64_t first, int64_t panel, int64_t count, A *tile,
                     int64_t tile_row) const {
         for (int64_t i = 0; i < count; i++, tile += PANEL<A>) {

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products with matrices that are laid down once in the order in which they are read.
+// Products with matrices that are packed once, in the order in which products read them.
 //
-//     packed   [panels, ins, PANEL]: a panel is two vectors of outputs, the last one padded with 0
-//     pair     panels of two matrices of one size take turns, for `activation(gate) * up`
+//     packed   [panels, ins, PANEL]: a panel is two vectors of outputs; the last is padded with 0
+//     pair     alternating panels of two matrices of one size, for `activation(gate) * up`
 //
-// Every number of a result is added up over the inputs in their order, whatever else is computed
-// with it: a row's bits depend neither on the other rows nor on the number of threads. Inputs are
-// in the type that is added up in, float32 for weights of 16 bits.
+// Every element of a result is the sum over the inputs in their order, so the bits of a row depend
+// neither on other rows nor on the number of threads. Inputs have the type of the sums, float32 for
+// 16-bit weights.
 //
-// Where the processor multiplies bfloat16, inputs are rounded to it for weights of that type, and
-// two of them are added up at once:
+// In the variant with products of bfloat16, inputs of bfloat16 weights are rounded to bfloat16, and
+// one instruction adds the products of two inputs:
 //
 //     packed   [panels, ins / 2, PANEL, 2], an odd number of inputs padded with 0
 #pragma once
@@ -20,25 +20,26 @@
 
 namespace {
 
-constexpr int MOST_ROWS = VECTOR_BYTES == 64 ? 14 : 6;  // of a block of accumulators
+constexpr int MOST_ROWS = VECTOR_BYTES == 64 ? 14 : 6;  // rows in a block of accumulators
 constexpr int MOST_PANELS = 4;
-// Rows that share what is read of a matrix, in a task: with usual sizes they stay in the cache.
+// The most rows of a task, which share the loads of the matrix; rows of usual sizes stay in the
+// cache.
 constexpr int64_t ROWS_AT_ONCE = 7 * MOST_ROWS;
-// Of a matrix, in tasks of many rows.
+// The size of a part of the matrix, in tasks of many rows.
 constexpr int64_t PART_BYTES = 256 << 10;
-// Of a matrix that few rows are multiplied by, before it is read.
+// The distance of prefetches in a matrix that few rows are multiplied by.
 constexpr int64_t AHEAD_BYTES = 16 << 10;
-// From here on a panel of 16-bit numbers is widened once and not for every block of rows.
+// From so many rows on, a panel of 16-bit weights is converted once, not for every block of rows.
 constexpr int64_t WORTH_WIDENING = 3 * MOST_ROWS / 2;
 
-// Inputs of type T: how many a step adds up, and how.
+// How many inputs of type T one instruction multiplies and adds, and the instruction.
 template <class T> struct Inputs {
     static constexpr int64_t TOGETHER = 1;
     static V<T> everywhere(const T *from) { return all_of(*from); }
     template <class E> static V<T> weights(const E *from) { return load(from); }
     static V<T> add(V<T> to, V<T> input, V<T> weights) { return to + input * weights; }
 };
-// What the inputs are for weights of type E.
+// The type of the inputs for weights of type E.
 template <class E> struct InputOf {
     typedef typename Wide<E>::A T;
 };
@@ -61,8 +62,8 @@ template <> struct InputOf<BFloat16> {
 template <class T> inline int64_t padded(int64_t ins) {
     return quotient_up(ins, Inputs<T>::TOGETHER) * Inputs<T>::TOGETHER;
 }
-// From one row of inputs to the next: an odd number of the cache's lines, so that what is read of
-// several rows at once lies in different sets of it.
+// Returns the distance between rows of inputs: an odd number of cache lines, so that loads of
+// several rows are in different sets of the cache.
 template <class T> inline int64_t row_of(int64_t ins) {
     return (quotient_up(ins * int64_t(sizeof(T)), 64) | 1) * 64 / int64_t(sizeof(T));
 }
@@ -76,7 +77,7 @@ template <class E, class A> inline void widen(const E *from, int64_t count, A *t
     for (; d < count; d++) to[d] = widened(from[d]);
 }
 
-// A row of elements as a row of inputs, each of which is a number of either type.
+// Converts a row of elements of type E to a row of inputs of type T.
 template <class E, class T> inline void take_inputs(const E *from, int64_t count, T *to) {
     if constexpr (sizeof(E) == sizeof(T))
         __builtin_memcpy(to, from, size_t(count) * sizeof(E));
@@ -89,7 +90,7 @@ template <class A> inline int64_t panels_of(const Matrix &matrix) {
     return quotient_up(matrix.outs, PANEL<A>) * (matrix.is_pair ? 2 : 1);
 }
 
-// What will be read next: each step of a product sends for one line of it.
+// The memory that is read next: each step of a product prefetches one cache line.
 struct NextLines {
     const char *at;
     int64_t each;  // bytes from one line to the next
@@ -105,15 +106,15 @@ inline void multiply_panels(const T *a, int64_t a_row, const B *b, int64_t b_pan
     for (int m = 0; m < MR; m++)
 #pragma GCC unroll 8
         for (int j = 0; j < 2 * NP; j++) acc[m][j] = V<A>{};
-    // Every third row has a pointer, from which the two behind it are reached: with one for each row,
-    // or a distance, there are more of them than registers.
+    // Every third row has a pointer, from which the next two rows are addressed: a pointer for each
+    // row, or a computed distance, would need more registers than there are.
     constexpr int POINTERS = (MR + 2) / 3;
     const T *rows[POINTERS];
 #pragma GCC unroll 5
     for (int i = 0; i < POINTERS; i++) rows[i] = a + 3 * i * a_row;
     for (const B *end = b + depth * PANEL<A>; b < end; b += STEP * PANEL<A>) {
         V<A> right[2 * NP];
-        if constexpr (MR > 3) {  // fewer rows read as fast as the memory gives
+        if constexpr (MR > 3) {  // with fewer rows, the speed is that of the memory
             __builtin_prefetch(next.at, 0, 2);
             next.at += next.each;
         }
@@ -152,10 +153,11 @@ inline void multiply_rows(int64_t rows, const T *a, int64_t a_row, const B *b, i
     }
 }
 
-// Rows `a` `[rows, ins]` times the panels from `first` to `end`, whole pairs of them. `put(row,
-// panel, values)` is given one panel of a row's results, or both of a pair, `put.send_for` is told of
-// them while they are computed, and `put.end(panel)` when it has all rows'. `widened` has room for
-// `[ins, PANEL]` twice. Before its results go on, each row gets what its adapter adds.
+// Multiplies `a` `[rows, ins]` by the panels from `first` to `end`; a pair has only whole pairs of
+// panels. `put(row, panel, values)` stores one panel of a row's results, or the two of a pair.
+// `put.send_for` prefetches the target of the results, and `put.end(panel)` is called after the
+// last row. `widened` is memory for `[ins, PANEL]` twice. The adapters' results are added before
+// `put`.
 template <class E, class T, class A, class Put>
 void multiply_packed(const T *a, int64_t a_row, int64_t rows, const Matrix &matrix, int64_t first,
                      int64_t end, A *widened, Put put, const LowRank<A> &low) {
@@ -164,11 +166,11 @@ void multiply_packed(const T *a, int64_t a_row, int64_t rows, const Matrix &matr
     const E *packed = (const E *)matrix.packed;
     A tile[MOST_ROWS * MOST_PANELS * PANEL<A>];
     int64_t p = first;
-    Alike groups[ROWS_AT_ONCE];  // of one block of rows after the other
+    Alike groups[ROWS_AT_ONCE];  // the groups of all blocks of rows
     int64_t ends[ROWS_AT_ONCE / MOST_ROWS + 1] = {};
     const int64_t blocks = quotient_up(rows, MOST_ROWS), row_size = unit * PANEL<A>;
     const auto row_after = [&](int64_t block, int64_t row) {
-        return row + (rows - row) / (blocks - block);  // as even as can be
+        return row + (rows - row) / (blocks - block);  // blocks differ by at most one row
     };
     if (low.adapters)
         for (int64_t block = 0, row = 0, count = 0; block < blocks; block++) {
@@ -206,8 +208,8 @@ void multiply_packed(const T *a, int64_t a_row, int64_t rows, const Matrix &matr
                 const int64_t here = row_after(block, row) - row;
                 for (int64_t m = 0; m < here; m++) put.send_for(row + m, p);
                 for (int64_t u = 0; u < unit; u++) {
-                    // The first two blocks send for half of the next panel each.
-                    // One block reads each line once: it is sent for some steps before.
+                    // The first two blocks of rows prefetch half of the next panel each. With a
+                    // single block, each cache line is prefetched AHEAD_BYTES before its use.
                     constexpr int64_t STEP_BYTES =
                         Inputs<T>::TOGETHER * PANEL<A> * int64_t(sizeof(E));
                     NextLines next = {(const char *)(from + u * size) + AHEAD_BYTES, STEP_BYTES};
@@ -235,9 +237,10 @@ void multiply_packed(const T *a, int64_t a_row, int64_t rows, const Matrix &matr
     }
 }
 
-// Where results go. Each is made for some rows, of which the first is row 0.
-// Sends for the lines that a panel of results is written to, so that writing does not wait for them.
-// GCC takes a function that does nothing else for one without effects, and leaves out its calls.
+// Targets of a product's results (Stored, Widened, Added, Gated), each for some rows, of which the
+// first is row 0. `send_for_panel` prefetches the cache lines to which a panel of results is
+// written. The function must be inlined, because GCC omits calls of a function that only
+// prefetches.
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 template <class A, class O> ALWAYS_INLINE void send_for_panel(const O *to) {
 #pragma GCC unroll 2
@@ -283,7 +286,7 @@ template <class O, class A> struct Stored {
     void end(int64_t) const {}
 };
 
-// Rounded to elements and widened again.
+// Stores results that are rounded to elements and converted back.
 template <class E, class A> struct Widened {
     const Matrix &matrix;
     A *out;
@@ -304,7 +307,7 @@ template <class E, class A> struct Widened {
     void end(int64_t) const {}
 };
 
-// Added to what is there.
+// Adds results to the values in `out`.
 template <class A> struct Added {
     const Matrix &matrix;
     A *out;
@@ -339,12 +342,13 @@ template <class A> inline V<A> gelu(V<A> x) {
 }
 
 #if VECTOR_BYTES == 64
-// For results of 16 bits, within 3e-6 of itself.
+// SiLU for 16-bit results, with a relative error of at most 3e-6.
 inline FloatVector rough_silu(FloatVector x) {
     const __m512 t = _mm512_max_ps((__m512)(x * -1.44269504f), _mm512_set1_ps(-200.0f));
     const __m512 whole = _mm512_roundscale_ps(t, 0);
     const FloatVector r = (FloatVector)t - (FloatVector)whole;
-    // The polynomial of this degree with the smallest error for r from -1/2 to 1/2 that is 1 at 0.
+    // Of the polynomials of this degree that are 1 at 0, the one with the smallest error for r from
+    // -1/2 to 1/2.
     FloatVector p = all_of(0.00958286f);
     p = p * r + 0.05590643f;
     p = p * r + 0.24024099f;
@@ -353,7 +357,7 @@ inline FloatVector rough_silu(FloatVector x) {
     return x / (1.0f + (FloatVector)_mm512_scalef_ps((__m512)p, whole));
 }
 #endif
-// As precise as a result of type O needs it.
+// SiLU with the precision of results of type O.
 template <class O, class Vec> inline Vec silu_for(Vec x) {
 #if VECTOR_BYTES == 64
     if constexpr (sizeof(O) == 2) return rough_silu(x);
@@ -361,7 +365,7 @@ template <class O, class Vec> inline Vec silu_for(Vec x) {
     return silu(x);
 }
 
-// The results of a pair become one number: `activation(gate) * up`.
+// Stores `activation(gate) * up` from the results of a pair.
 template <class O, class A> struct Gated {
     const Matrix &matrix;
     O *out;
@@ -383,23 +387,23 @@ template <class O, class A> struct Gated {
     void end(int64_t) const {}
 };
 
-// A product cut into tasks, blocks of rows and parts of the matrix: as many as threads want, or
-// parts so small that they stay in a cache while one block of rows after the other is multiplied.
+// The division of a product into tasks, by blocks of rows and parts of the matrix: enough tasks for
+// all threads, and parts that stay in a cache while several blocks of rows are multiplied.
 struct Cut {
     int64_t row_blocks, panel_blocks, panels_each;
 };
-// A task has whole units of so many panels, or the last ones. Threads share `together` products like
-// this one.
+// Returns the tasks of a product. The number of a task's panels is a multiple of `unit`, except for
+// the last task. The threads compute `together` such products at the same time.
 template <class E>
 inline Cut cut(const Matrix &matrix, int64_t rows, int64_t threads, int64_t unit,
                int64_t together = 1) {
     typedef typename Wide<E>::A A;
     const int64_t panels = panels_of<A>(matrix);
     Cut made;
-    made.row_blocks = quotient_up(rows, ROWS_AT_ONCE);  // none of no rows
+    made.row_blocks = quotient_up(rows, ROWS_AT_ONCE);  // 0 if there are no rows
     const int64_t wanted =
         threads == 1 || !rows ? 1 : quotient_up(4 * threads, made.row_blocks * together);
-    // Four panels at once are what few rows are multiplied by.
+    // Few rows are multiplied by four panels at a time.
     const int64_t step = rows < 4 ? round_up(MOST_PANELS, unit) : unit;
     int64_t each = quotient_up(panels, wanted);
     if (made.row_blocks > 1) {
@@ -414,7 +418,8 @@ template <class E> inline Cut cut(const Matrix &matrix, int64_t rows, int64_t th
     return cut<E>(matrix, rows, threads, matrix.is_pair ? 2 : 1);
 }
 
-// Which panels of one matrix are computed: those of which an output has its bit; without bits all.
+// The panels of a matrix that are computed: panels with a wanted output, or all panels if `bits` is
+// null.
 template <class A> struct Wanted {
     const uint32_t *bits;
     int64_t words;
@@ -434,14 +439,14 @@ template <class A> struct Wanted {
     }
 };
 
-// One of the tasks; `put_for(first row, end)` makes what takes its results.
+// Computes one task; `put_for(first row, end row)` returns the target of the task's results.
 template <class E, class T, class A, class PutFor>
 inline void multiply_task(const Cut &made, int64_t task, const T *a, int64_t a_row, int64_t rows,
                           const Matrix &matrix, A *widened, PutFor put_for,
                           Wanted<A> wanted = {nullptr, 0}, const LowRank<A> &low = {}) {
     const int64_t panels = panels_of<A>(matrix);
     const int64_t block = task % made.row_blocks, part = task / made.row_blocks;
-    // As even as can be.
+    // Blocks differ by at most one row.
     const int64_t first_row = rows * block / made.row_blocks;
     const int64_t end_row = rows * (block + 1) / made.row_blocks;
     const int64_t first = part * made.panels_each;
@@ -455,7 +460,7 @@ inline void multiply_task(const Cut &made, int64_t task, const T *a, int64_t a_r
     }
 }
 
-// A matrix `[outs, ins]` into panels; of a pair, into every other panel from `offset` on.
+// Packs a matrix `[outs, ins]` into panels; for a pair, into every second panel from `offset` on.
 template <class T, class A, class E>
 void pack_into(const E *weight, int64_t row, const Matrix &matrix, int64_t offset, E *packed) {
     constexpr int64_t STEP = Inputs<T>::TOGETHER;
@@ -464,7 +469,7 @@ void pack_into(const E *weight, int64_t row, const Matrix &matrix, int64_t offse
     for (int64_t column = 0; column < matrix.outs; column += PANEL<A>) {
         E *panel = packed + (column / PANEL<A> * unit + offset) * size;
         const int64_t count = columns_here<A>(matrix, column);
-        // By blocks that stay in the cache both ways.
+        // In blocks whose source and target stay in the cache.
         for (int64_t begin = 0; begin < depth; begin += 64) {
             const int64_t end = begin + 64 < depth ? begin + 64 : depth;
             for (int64_t i = 0; i < PANEL<A>; i++) {

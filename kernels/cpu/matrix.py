@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices that are packed in the compiled library's order, and products with them.
+"""Matrices that are packed for the compiled CPU library, and products with packed matrices.
 
-The bits of a row do not depend on the other rows or on the number of threads, because sums always
-run over the inputs in order."""
+The result of a row does not depend, in any bit, on other rows or on the number of threads, because
+each sum is over the inputs in their order."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .thresholds import worth_a_thread
 from .workspace import ResultMemory, Workspace
 
 SILU, GELU_TANH = 0, 1
-_MANY_BYTES = 8 << 20  # of results, such as the logits of many requests
-_RANKS_TOGETHER = 4  # RANKS_TOGETHER of low_rank.h
+_MANY_BYTES = 8 << 20  # the least size of results whose memory is reused
+_RANKS_TOGETHER = 4  # the constant RANKS_TOGETHER of low_rank.h
 
 _OF_THREAD = threading.local()
 
 
 def reason_against_matrices(dtype: torch.dtype, device: torch.device) -> str | None:
-    """The reason why the library cannot multiply by such matrices, or None."""
+    """Return the reason why the library cannot multiply by matrices of `dtype`, or None."""
     library = cpu_library()
     if isinstance(library, Missing):
         return library.reason
@@ -41,14 +41,14 @@ def reason_against_matrices(dtype: torch.dtype, device: torch.device) -> str | N
 
 
 class PackedAdapter:
-    """An adapter of one matrix, or of a pair, in the library's order: `(x @ ins.T) @ outs.T`."""
+    """A packed LoRA adapter of a matrix or pair, which adds `(x @ ins.T) @ outs.T`."""
 
     __slots__ = ("_kept", "laid_down", "rank")
 
     def __init__(self, ins: Tensor, outs: Sequence[Tensor], panel: int) -> None:
-        """`ins` is `[rank, ins]` with the adapter's factor in it, `outs` are one or two of `[outs,
-        rank]`. All have the type of the sums. Zeros between ranks and outputs cost nothing if whole
-        panels of outputs have them."""
+        """`ins` is `[rank, ins]`, multiplied by the adapter's scaling; `outs` is one or two
+        matrices `[outs, rank]`. All have the type of the sums. Ranks that are 0 for a whole panel
+        of outputs are not computed."""
         num_ranks, size = ins.shape
         self.rank = rank = -(-num_ranks // _RANKS_TOGETHER) * _RANKS_TOGETHER
         padded_ins = ins.new_zeros(rank, size)
@@ -70,13 +70,13 @@ class PackedAdapter:
 
 
 class PackedMatrix:
-    """A packed matrix: `x @ weight.T + bias`, or for a pair `activation(x @ gate.T + bias) * (x @
-    up.T + bias)`.
+    """A packed matrix, which computes `x @ weight.T + bias`, or a packed pair, which computes
+    `activation(x @ gate.T + bias) * (x @ up.T + bias)`.
 
-    The object keeps no reference to the original weights. Only one thread at a time may use a
-    matrix."""
+    A PackedMatrix has no reference to the original weights. Only one thread at a time may use a
+    PackedMatrix."""
 
-    num_puts = 0  # of adapters into slots, by all matrices
+    num_puts = 0  # calls of `put_adapter` of all matrices
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class PackedMatrix:
         biases: tuple[Tensor | None, ...] = (None, None),
         activation: int = SILU,
     ) -> None:
-        """Weights are `[outs, ins]`, all of the same shape and type; biases are `[outs]` or None.
-        Raises KernelRefused for other weights, and if the library cannot be used."""
+        """`weights` are `[outs, ins]`, all of the same shape and type; `biases` are `[outs]` or
+        None. Raises KernelRefused for other weights, and if the library cannot be used."""
         first, dtype = weights[0], weights[0].dtype
         why = reason_against_matrices(dtype, first.device)
         library = cpu_library()
@@ -95,7 +95,7 @@ class PackedMatrix:
         if first.dim() != 2 or not is_alike or 0 in first.shape:
             shapes = [tuple(weight.shape) for weight in weights]
             raise KernelRefused(f"expected matrices of one shape and type, not empty, got {shapes}")
-        if activation not in (SILU, GELU_TANH):  # the library takes all others for SiLU
+        if activation not in (SILU, GELU_TANH):  # the library would compute SiLU
             raise ValueError(f"expected activation {SILU} or {GELU_TANH}, got {activation}")
         self._library = library
         self.dtype, (self.outs, self.ins) = dtype, first.shape
@@ -128,24 +128,25 @@ class PackedMatrix:
         self._results = ResultMemory()
         self._adapters: Any = None  # an array of Adapter, by slot
         self._in_slots: list[PackedAdapter | None] = []
-        self.most_rank = 0  # the largest among the adapters in the slots
+        self.most_rank = 0  # the largest rank of the adapters in the slots
 
     def allow_adapters(self, num_slots: int) -> None:
-        """Let products add an adapter to each row, out of so many slots. Call it before others copy
-        `matrix`."""
+        """Allow products to add an adapter to each row, out of `num_slots` slots. Must be called
+        before a CpuNetwork copies `matrix`."""
         self._adapters = (Adapter * num_slots)()
         self._in_slots = [None] * num_slots
         self.matrix.adapters = ctypes.addressof(self._adapters)
         self._product.matrix = self.matrix
 
     def pack_adapter(self, ins: Tensor, outs: Sequence[Tensor]) -> PackedAdapter:
-        """Lay an adapter down in this matrix's order; any thread may call it. `ins` is `[rank,
-        ins]`, `outs` has `[outs, rank]` for each of the matrices."""
+        """Return an adapter, packed for this matrix; any thread may call the method. `ins` is
+        `[rank, ins]`, and `outs` has a matrix `[outs, rank]` for each matrix of this object."""
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         return PackedAdapter(ins.to(wide), [each.to(wide) for each in outs], self._panel)
 
     def put_adapter(self, slot: int, adapter: PackedAdapter | None) -> None:
-        """Put an adapter into a slot, or empty the slot, for the products from now on."""
+        """Set the adapter of a slot, or empty the slot if `adapter` is None, for all later
+        products."""
         self._in_slots[slot] = adapter
         self._adapters[slot] = Adapter() if adapter is None else adapter.laid_down
         ranks = [each.rank for each in self._in_slots if each is not None]
@@ -165,11 +166,11 @@ class PackedMatrix:
         is_wide: bool = False,
         slots: Tensor | None = None,
     ) -> Tensor:
-        """Compute `[rows, outs]` from `[rows, ins]`. `wanted` has a bit for each output i: bit `i %
-        32` of word `i // 32`. Outputs whose bit is 0 may be skipped; they are then 0. With
-        `is_wide`, results of 16-bit types are returned as float32 that is rounded to 16 bits. A
-        pair accepts neither `wanted` nor `is_wide`. `slots`, int32 `[rows]`, has the adapter slot
-        of each row; -1: none."""
+        """Return the product `[rows, outs]` for `x` `[rows, ins]`. `wanted` has a bit for each
+        output i: bit `i % 32` of word `i // 32`. An output whose bit is 0 may be 0 instead of its
+        value. With `is_wide`, a 16-bit result is returned as float32, with values rounded to 16
+        bits. A pair accepts neither `wanted` nor `is_wide`. `slots`, int32 `[rows]`, has the
+        adapter slot of each row, or -1 for no adapter."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         if x.dim() != 2 or x.shape[1] != self.ins or x.dtype != self.dtype:
             raise ValueError(f"expected {self.dtype} [rows, {self.ins}], got {x.dtype} {x.shape}")
@@ -190,7 +191,7 @@ class PackedMatrix:
                     "expected uint32 words [words] for the outputs of one matrix, got "
                     f"{wanted.dtype} {wanted.shape}{' for a pair' * self.matrix.is_pair}"
                 )
-            wanted = np.ascontiguousarray(wanted)  # lives until the product has ended
+            wanted = np.ascontiguousarray(wanted)  # must live until the product has ended
             out = torch.zeros(shape, dtype=dtype)
             product.wanted, product.wanted_words = wanted.ctypes.data, len(wanted)
         product.x, product.out = x.data_ptr(), out.data_ptr()
@@ -206,14 +207,15 @@ class PackedMatrix:
         return out
 
     def gather_rows(self, ids: Tensor) -> Tensor:
-        """Return the rows `ids` (int64 `[n]`) of the matrix, unpacked, as `[n, ins]`. A pair has no
-        such rows. With this method, one matrix can serve as embedding and as output matrix without
-        a second copy. Each element takes some 6 ns, because the elements of a row are not adjacent
-        in the packed order. Raises IndexError for ids outside the matrix."""
+        """Return the rows `ids` (int64 `[n]`) of the matrix, unpacked, as `[n, ins]`; the matrix
+        must not be a pair. With this method, one packed matrix serves as embedding and as output
+        matrix. Each element takes some 6 ns, because the elements of a row are not adjacent in the
+        packed order. Raises IndexError for ids outside the matrix."""
         if self.matrix.is_pair:
             raise ValueError("expected one matrix to look rows up in, got a pair")
-        # The panels have padding behind the last row, and a negative id would count from their end.
-        # One comparison finds both, because a negative id is large as an unsigned number.
+        # Panels have padding after the last row, and a negative id would index from the end. One
+        # comparison finds ids that are too large or negative: as unsigned numbers, negative ids are
+        # large.
         if len(ids) and (last := int(ids.numpy().view(np.uint64).max())) >= self.outs:
             wrong = last if last < 2**63 else last - 2**64
             raise IndexError(f"expected rows from 0 to {self.outs - 1}, got {wrong}")
@@ -223,7 +225,7 @@ class PackedMatrix:
 
 
 def check_slots(slots: Tensor, num_rows: int, num_slots: int) -> None:
-    """Raise ValueError for slots of adapters that would make the library read wrong memory."""
+    """Raise ValueError for slots of adapters with which the library would read wrong memory."""
     if (slots.dtype, slots.shape) != (torch.int32, (num_rows,)) or not slots.is_contiguous():
         raise ValueError(
             f"expected the slots of adapters as int32 [{num_rows}], got {slots.dtype} "
@@ -244,8 +246,8 @@ def _workspace() -> Workspace:
 def _padded(
     weights: tuple[Any, ...], biases: tuple[Tensor | None, ...], padded: int, panel: int
 ) -> Tensor | None:
-    """Return the biases in the order of the packed weights, padded with zeros; None if no matrix
-    has a bias. The type is that of the sums: float64 for float64 weights, else float32."""
+    """Return the biases, padded with zeros and ordered like the packed weights; None if no matrix
+    has a bias. The biases are float64 for float64 weights, else float32."""
     given = biases[: len(weights)]
     if all(bias is None for bias in given):
         return None

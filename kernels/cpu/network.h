@@ -1,33 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
-// All layers of a decoder in one call: norms, products, rotation, writing, attention.
+// All layers of a decoder in one call: norms, products, rotation, KV writes, attention.
 //
 //     phase        tasks                     what
-//     norm         rows                      hidden states, normed
+//     norm         rows                      the norm of hidden states
 //     qkv          rows and heads            queries, keys, values: head norms, rotation; keys and
 //                                            values go to the pool
 //     attend       parts of contexts, rows   as in attention.h
-//     widen        rows                      its results; in the last layer, of the wanted rows
-//     out          rows and outputs          added to the hidden states, or for a norm behind
+//     widen        rows                      attention's results, as inputs of the next product
+//     out          rows and outputs          added to the hidden states, or normed first
 //     norm         rows
 //     gate, up     rows and outputs          with the activation
 //     down         rows and outputs          added as above
-//     shrink       rows and ranks            before a product of rows with adapters, see low_rank.h
+//     shrink       rows and ranks            before each product with adapters, see low_rank.h
 //
-// In place of the last two, in a layer with experts:
+// In a layer with experts, these phases replace `gate, up` and `down`:
 //
 //     route        rows and outputs          scores of the router
 //     choose       rows                      experts and their weights
-//     order        one                       of the choices, see experts.h
-//     gather       choices                   normed rows, by expert
+//     order        one                       sorts the choices by expert, see experts.h
+//     gather       choices                   copies normed rows, sorted by expert
 //     gate, up     experts, rows, outputs    and of the shared expert
 //     down         experts, rows, outputs    and of the shared expert
 //     mix          rows                      added as above
 //
-// In the last layer only the rows whose results are read have queries: keys and values
-// of all rows first, then the inputs and queries of those.
+// In the last layer, keys and values are computed for all rows, and queries only for the rows that
+// lead to a wanted result.
 //
-// Between phases everything is in the type that is added up in, but for inputs of products, which are
-// as `matrix.h` has them.
+// Between phases, values have the type of the sums, except for inputs of products, which have the
+// input type of `matrix.h`.
 #pragma once
 
 #include "attention.h"
@@ -40,28 +40,29 @@
 namespace {
 
 constexpr int64_t PHASES_OF_A_LAYER = 8, PHASES_OF_EXPERTS = 7, PHASES_OF_LAST_ROWS = 2;
-constexpr int64_t PHASES_OF_ADAPTERS = 6;  // of a layer: one for each product
-constexpr int64_t NUMBERS_OF_A_TASK = 1 << 13;  // of work by rows
+constexpr int64_t PHASES_OF_ADAPTERS = 6;  // in a layer, one for each product
+constexpr int64_t NUMBERS_OF_A_TASK = 1 << 13;  // elements in a task of a phase by rows
 
 constexpr int64_t MOST_VIEWS = 8;
 
-// Where everything lies in the workspace.
+// The addresses of all buffers in the workspace.
 template <class T, class A> struct Buffers {
     A *x, *behind, *scratch, *heads;
-    A *inner;            // [rows of a product, most_rank], of the rows' adapters
-    T *normed, *middle;  // inputs
+    A *inner;            // [rows of a product, most_rank]: results of the phase `shrink`
+    T *normed, *middle;  // inputs of products
     void *q, *attended;  // elements
     Counter *counters;
-    T *last_normed;      // of the last layer's rows
-    // Of experts: scores of rows; of their choices numbers, weights, inputs and results, by place.
+    T *last_normed;      // the normed rows that have queries in the last layer
+    // For experts: the scores of rows; the experts and weights of choices; inputs and results by
+    // place.
     A *scores, *weights, *results;
     int64_t *chosen, *routed;
-    int64_t *place_rows;  // the step's row of each choice, by place; only with adapters
+    int64_t *place_rows;  // the row in the step of the choice at each place; only with adapters
     T *gathered, *expert_middle;
     int64_t score_row, expert_row;
     char *plans[MOST_VIEWS], *last_plan;
     int64_t scratch_numbers, threads, bytes;
-    int64_t state_row;  // from one row of hidden states to the next
+    int64_t state_row;  // distance between rows of hidden states
 };
 
 inline int64_t phases_of(const Pass &pass) {
@@ -78,7 +79,7 @@ inline int64_t crew_of(const Pass &pass, int64_t threads) {
         const Request request = request_of(step, i);
         seen += 2 * at_least(request.rows, 0) * at_least(request.length, 0);
     }
-    // One row is multiplied about as fast as four.
+    // A product with one row takes about as long as a product with four rows.
     const int64_t rows = at_least(pass.num_tokens, 4) / 4;
     const int64_t products = pass.num_layers * (rows * weights + seen / 4 * q_size(pass));
     return threads_for(products, pass.worth_a_thread, threads);
@@ -88,7 +89,7 @@ template <class E, class T, class A>
 Buffers<T, A> place(const Pass &pass, int64_t threads, char *base) {
     Buffers<T, A> made;
     made.threads = crew_of(pass, threads);
-    // The same row may be wanted several times.
+    // The sum may exceed the tokens, because a row may be wanted several times.
     const int64_t tokens = at_least(pass.num_tokens, pass.num_wanted);
     const int64_t widest = at_least(pass.hidden, q_size(pass));
     const int64_t inner = at_least(pass.intermediate, pass.expert_size);
@@ -138,7 +139,7 @@ Buffers<T, A> place(const Pass &pass, int64_t threads, char *base) {
     return made;
 }
 
-// One thread's way through a pass. The pass does not change meanwhile.
+// The state of one thread in a forward pass. All threads share `pass`, which does not change.
 template <class E> struct Walk {
     typedef typename Wide<E>::A A;
     typedef typename InputOf<E>::T T;
@@ -150,9 +151,9 @@ template <class E> struct Walk {
     A *scratch, *heads;
     int64_t seat;
     int64_t phase;
-    int64_t rows;  // of the hidden states: the wanted ones at the end
+    int64_t rows;  // rows of the hidden states; at the end, of the wanted rows only
     A *x, *behind;
-    const int64_t *states_of;  // the step's row of each row of the hidden states; null: the same
+    const int64_t *states_of;  // step row of each row of the hidden states; null: the same row
 
     template <class Task> void by_rows(int64_t count, int64_t size, Task task) {
         const int64_t each = at_least(1, NUMBERS_OF_A_TASK / size);
@@ -175,8 +176,8 @@ template <class E> struct Walk {
         multiply(a, rows, matrix, cut<E>(matrix, rows, crew.threads), put_for, low);
     }
 
-    // What the rows' adapters add to a product with `matrix`, its first half computed. The rows are
-    // those of the hidden states.
+    // Computes `a @ in.T` of the rows' adapters for a product of the hidden states with `matrix`.
+    // Returns what the product needs to add the adapters.
     LowRank<A> shrink(const T *a, const Matrix &matrix) {
         LowRank<A> low = {};
         if (!pass.slots || !matrix.adapters) return low;
@@ -188,7 +189,8 @@ template <class E> struct Walk {
         return low;
     }
 
-    // The product is added to the hidden states, or kept for the norm behind it.
+    // Adds the product to the hidden states or, with `is_normed`, stores it for the norm that
+    // follows.
     void add_product(const T *a, const Matrix &matrix, bool is_normed) {
         if (is_normed)
             multiply(a, matrix, [&](int64_t row, int64_t) {
@@ -200,7 +202,8 @@ template <class E> struct Walk {
             });
     }
 
-    // What is left of the part before, whose norm is `left`, then the norm of the next one.
+    // Adds the stored product of the previous part, after its norm `left`, to the hidden states.
+    // Then computes the norm before the next part.
     void norm(const void *left, const void *weight, int64_t layer = -1) {
         void *kept = pass.states && layer >= 0 ? pass.states[layer] : nullptr;
         by_rows(rows, pass.hidden, [&](int64_t row) {
@@ -211,7 +214,7 @@ template <class E> struct Walk {
                 add(more, pass.hidden, states);
             }
             if (kept) narrow_all(states, pass.hidden, (E *)kept + row * pass.hidden);
-            if (layer == pass.num_layers) {  // the last norm
+            if (layer == pass.num_layers) {  // the norm after the last layer
                 E *to = (E *)pass.result + row * pass.hidden;
                 normalise(states, (const A *)weight, pass.hidden, A(pass.eps), to);
                 return;
@@ -222,8 +225,8 @@ template <class E> struct Walk {
         });
     }
 
-    // Heads of a layer from `first_head` on, which `matrix` has, of `count` rows: the i-th is row
-    // `of_step[i]` of the step, or i.
+    // Computes the heads of `matrix`, the layer's heads from `first_head` on, for `count` rows. The
+    // i-th row is row `of_step[i]` of the step, or row i if `of_step` is null.
     void multiply_heads(const LayerWeights &layer, const T *a, int64_t count, const Matrix &matrix,
                         int64_t first_head, const LowRank<A> &low,
                         const int64_t *of_step = nullptr) {
@@ -236,7 +239,7 @@ template <class E> struct Walk {
         }, low);
     }
 
-    // Keys and values of all rows, queries of the last layer's own.
+    // Computes the last layer's keys and values of all rows, and its queries of `last_rows`.
     void take_last_rows(const LayerWeights &layer) {
         Matrix queries = layer.qkv, others = layer.qkv;
         queries.outs = q_size(pass);
@@ -269,8 +272,8 @@ template <class E> struct Walk {
                    [&](int64_t i) { do_task<E>(step, layout, layout.task_in_turn(i), own); });
     }
 
-    // Attention's results as inputs, and in the last layer only those of the wanted rows and their
-    // states.
+    // Converts attention's results to inputs of the next product. In the last layer, selects the
+    // results and hidden states of the wanted rows.
     const T *take_attended(bool is_last) {
         const bool picks = is_last && pass.wanted;
         if (!picks && sizeof(E) == sizeof(T)) {
@@ -291,7 +294,7 @@ template <class E> struct Walk {
         return at.normed;
     }
 
-    // As `shrink`, of the experts' products with `matrices`: rows are choices, by place.
+    // Like `shrink`, for the experts' products with `matrices`; the rows are the choices, by place.
     LowRank<A> shrink_experts(const Routed &routed, const Matrix *matrices, const T *inputs,
                               int64_t inputs_row, int64_t choices) {
         LowRank<A> low = {};
@@ -306,7 +309,7 @@ template <class E> struct Walk {
         return low;
     }
 
-    // One task of the experts' products: `tasks` are those of `up_tasks` or `down_tasks`.
+    // Computes the experts' products with `matrices`; `tasks` is `up_tasks` or `down_tasks`.
     template <class PutFor>
     void multiply_experts(const Routed &routed, const int64_t *tasks, const Matrix *matrices,
                           int64_t unit, const T *inputs, int64_t inputs_row, int64_t choices,
@@ -350,7 +353,7 @@ template <class E> struct Walk {
                 pass.chosen + (experts.number * pass.chosen_row + row) * pass.most_chosen;
             for (int64_t j = 0; j < each; j++) told[j] = int32_t(at.chosen[row * each + j]);
         });
-        const int64_t counted = phase;  // the numbers of the products' tasks, in this phase's counters
+        const int64_t counted = phase;  // its counters have the products' numbers of tasks
         Counter *const products = crew.counters + counted;
         go_through(crew, phase++, 1, [&](int64_t) {
             lay_down<E>(experts, at.chosen, choices, crew.threads, routed);
@@ -448,7 +451,7 @@ template <class E> struct Passage {
     const Pass *pass;
     Buffers<T, A> at;
     Layout layouts[MOST_VIEWS], last_layout;
-    int64_t seats;  // threads that have come
+    int64_t seats;  // threads that have arrived
 };
 
 template <class E> void walk(void *data) {
@@ -471,8 +474,8 @@ template <class E> void pass_as(const Pass &pass, Parallel parallel, int64_t thr
     typedef typename InputOf<E>::T T;
     Passage<E> passage;
     passage.pass = &pass;
-    // As it was measured, also without `parallel`: one thread alone may need more memory than each of
-    // several, and goes through all of a crew's tasks as well.
+    // The layout is that of `pass_bytes_as`, also without `parallel`: a layout for one thread may
+    // need more memory than there is, and one thread can compute the tasks of several.
     passage.at = place<E, T, A>(pass, threads, aligned(pass.workspace));
     passage.seats = 0;
     for (int64_t view = 0; view < pass.num_views; view++)

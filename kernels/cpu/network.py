@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CpuNetwork: all layers of a decoder in one call of the compiled library, for steps of any size.
+"""CpuNetwork: a decoder whose layers are all computed in one call of the compiled library.
 
 Between a step's embeddings and its hidden states, no Python code and no torch operator runs: norms,
-products, rotation, writes to the pool, attention and activation are phases of one call. If a second
-thread would save less time than its waking costs, one thread computes everything. With 16-bit
+products, rotation, writes to the pool, attention and activation are phases of one call. A single
+thread computes a step if waking a second thread would cost more time than it saves. With 16-bit
 weights, intermediate values between two products are float32; K, V and queries are rounded to the
 weights' type."""
 
@@ -26,8 +26,8 @@ from .paged_attention import CpuAttentionStep, reason_against
 from .thresholds import worth_a_thread
 from .workspace import Workspace
 
-MAX_VIEWS = 8  # MOST_VIEWS of network.h
-_FEW_VECTORS = 32  # FEW_VECTORS of context.h
+MAX_VIEWS = 8  # the constant MOST_VIEWS of network.h
+_FEW_VECTORS = 32  # the constant FEW_VECTORS of context.h
 _WRONG = {
     1: "a workspace of the size that was measured",
     2: "positions that the tables have",
@@ -40,30 +40,30 @@ class NetworkExperts:
     """A mixture of experts: for each row, the `num_chosen` experts with the highest router scores,
     weighted by the softmax of the scores."""
 
-    router: PackedMatrix  # [experts, hidden], and one more output for a shared expert
-    gate_ups: Sequence[PackedMatrix]  # a pair for each expert
+    router: PackedMatrix  # [experts, hidden]; a shared expert has an additional output
+    gate_ups: Sequence[PackedMatrix]  # one pair for each expert
     downs: Sequence[PackedMatrix]
     num_chosen: int
-    normalises: bool  # divides the weights of the chosen experts by their sum
+    normalises: bool  # whether the weights of the chosen experts are divided by their sum
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkLayer:
-    """The weights of a layer, and its part of the KV pool. Norms are `[hidden]`, and head norms are
-    `[heads + kv heads, head_dim]`; None means no norm."""
+    """The weights of a layer, and the layer's part of the KV pool. Norms are `[hidden]`, and head
+    norms are `[heads + kv heads, head_dim]`; None means no norm."""
 
     qkv: PackedMatrix  # queries, keys, values
     out: PackedMatrix
-    gate_up: PackedMatrix | None  # a pair; with experts, the shared expert's or None
+    gate_up: PackedMatrix | None  # a pair; in a layer with experts, that of the shared expert
     down: PackedMatrix | None
     attention_norm: Tensor
     head_norms: Tensor | None
     after_attention_norm: Tensor | None
     mlp_norm: Tensor
     after_mlp_norm: Tensor | None
-    cos: Tensor  # [positions, head_dim // 2], of the weights' type
+    cos: Tensor  # [positions, head_dim // 2], with the weights' type
     sin: Tensor
-    keys_and_values: Tensor  # this layer's pool: [blocks, 2, block_size, kv heads, head_dim]
+    keys_and_values: Tensor  # the layer's pool: [blocks, 2, block_size, kv heads, head_dim]
     view: int = 0  # index of the layer's attention step in `steps` of `run`
     experts: NetworkExperts | None = None
 
@@ -71,17 +71,17 @@ class NetworkLayer:
 class LastRows(NamedTuple):
     """The rows for which the last layer computes attention."""
 
-    step: Step  # of these rows
-    rows: npt.NDArray[np.int64]  # of the step's tokens
+    step: Step  # the attention step of the selected rows
+    rows: npt.NDArray[np.int64]  # the selected rows, as indices into the tokens of the step
     wanted: npt.NDArray[np.int64]  # the wanted rows, as indices into `rows`
     starts: npt.NDArray[np.int32]  # the array that `step` points to
 
 
 def last_rows(step: CpuAttentionStep, wanted: Tensor) -> LastRows | None:
-    """Select, for each request, the rows from its first wanted row on. Return None if a wanted row
-    belongs to no request. Also return None if most rows are selected and the selection does not
-    change how rows are computed. All rows are then computed, with the same bits, whatever rows of
-    other requests are wanted."""
+    """Return, for each request, the rows from its first wanted row on. Return None, so that all
+    rows are computed, if a wanted row belongs to no request. Also return None if most rows would be
+    selected and the selection would not change how rows are computed; so the result of a row is the
+    same, whatever rows of other requests are wanted."""
     starts, rows = step.query_starts, wanted.numpy()
     requests = np.searchsorted(starts, rows, side="right") - 1
     if len(rows) and not 0 <= requests.min() <= requests.max() < len(starts) - 1:
@@ -96,7 +96,7 @@ def last_rows(step: CpuAttentionStep, wanted: Tensor) -> LastRows | None:
         most = max(1, _FEW_VECTORS * laid_down.kv_heads // laid_down.heads)
         all_rows, kept_rows = np.diff(starts), np.diff(last_starts)
         becomes_few = (kept_rows > 0) & (kept_rows <= most) & (kept_rows < all_rows)
-        # If rows are few, the first row's window decides where their keys begin.
+        # With few rows, the window of a request's first row determines the first key.
         if not (becomes_few & ((all_rows > most) | (laid_down.window > 0))).any():
             return None
     laid_down.query_starts, laid_down.num_tokens = last_starts.ctypes.data, count
@@ -112,7 +112,7 @@ def _check_matrices(matrices: Sequence[PackedMatrix], shapes: Sequence[tuple[int
 
 
 def _matrices_of(layers: Iterable[NetworkLayer]) -> Iterator[PackedMatrix]:
-    """Yield the matrices to which adapters may add."""
+    """Yield the matrices that may have adapters."""
     for layer in layers:
         yield from (layer.qkv, layer.out)
         if layer.gate_up is not None and layer.down is not None:
@@ -126,8 +126,7 @@ def _check_pair(gate_up: PackedMatrix, down: PackedMatrix, hidden: int, size: in
 
 
 class CpuNetwork:
-    """A decoder over one KV pool, computed by the library. Only one thread at a time may use a
-    network."""
+    """A decoder over one KV pool, computed by the library. Only one thread at a time may use it."""
 
     def __init__(
         self,
@@ -138,7 +137,7 @@ class CpuNetwork:
         eps: float,
         activation: int = SILU,
     ) -> None:
-        """Raises KernelRefused if the library cannot compute this network."""
+        """Raises KernelRefused if the library cannot compute the layers."""
         library, first = cpu_library(), layers[0]
         pool = first.keys_and_values
         kv_heads, head_dim = pool.shape[3:]
@@ -219,14 +218,14 @@ class CpuNetwork:
         slots: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Write K and V of all tokens to the pool. Return the hidden states `[len(wanted), hidden]`
-        after the last norm, of the rows `wanted`; None means all rows. `x` is `[tokens, hidden]`;
-        `positions` and `wanted` are int64. `steps` has one `CpuAttentionStep` for each view, with
-        slots, made for this pool. The second value has, for each number in `states`, the input
-        `[tokens, hidden]` of the layer with this number. The number of layers stands for the input
-        of the last norm, which is computed for the wanted rows only. `chosen`, int32 `[layers with
-        experts, tokens or more, num_chosen]`, is filled with the experts of each row, the best
-        first. With `chosen`, `wanted` must be None. `slots`, int32 `[tokens]`, has the adapter slot
-        of each row, -1 for none. Raises ValueError for values out of bounds."""
+        after the last norm, of the rows `wanted`, or of all rows for None. `x` is `[tokens,
+        hidden]`; `positions` and `wanted` are int64. `steps` has one `CpuAttentionStep`, made for
+        this pool and with slots, for each view. The second value has the input `[tokens, hidden]`
+        of each layer whose index is in `states`. The index after the last layer is the input of the
+        last norm, for the wanted rows only. The experts of each row, the best first, are written to
+        `chosen`, int32 `[layers with experts, tokens or more, num_chosen]`. With `chosen`, `wanted`
+        must be None. `slots`, int32 `[tokens]`, has the adapter slot of each row, or -1 for no
+        adapter. Raises ValueError for values out of bounds."""
         num_tokens = len(x)
         if (x.dtype, x.shape[1:]) != (self._dtype, (self._hidden,)) or len(
             steps
@@ -266,7 +265,7 @@ class CpuNetwork:
         given.steps = ctypes.addressof(laid_down)
         given.x, given.result = x.data_ptr(), result.data_ptr()
         given.positions = positions.data_ptr()
-        # The data_ptr of an empty tensor is null, and null would mean all rows.
+        # The data_ptr of an empty tensor is null, which the library would read as all rows.
         given.wanted = None if wanted is None else wanted.data_ptr() or positions.data_ptr()
         given.last_step = None if last is None else ctypes.addressof(last.step)
         given.last_rows = None if last is None else last.rows.ctypes.data
@@ -385,8 +384,8 @@ class CpuNetwork:
         return experts
 
     def _wide(self, weight: Tensor) -> Tensor:
-        """Convert a weight to the type of the sums (float32, or float64 for a float64 network), and
-        keep a reference to the result."""
+        """Return a weight in the type of the sums (float64 for a float64 network, else float32),
+        and keep a reference to it."""
         dtype = torch.float64 if self._dtype == torch.float64 else torch.float32
         wide = weight.to(dtype).contiguous()
         self._kept.append(wide)

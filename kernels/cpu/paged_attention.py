@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention by the compiled library. A step is prepared once and run for every layer.
+"""Paged attention by the compiled CPU library. A step is prepared once and run for every layer.
 
-A request may have any number of new tokens; the library decides how to compute each request. Every
-`run` checks types and shapes. Block ids, slots and lengths are checked once, when a step is made,
-because wrong values would make the library read other memory."""
+A request may have any number of new tokens. Every `run` checks types and shapes. The constructor of
+a step checks block ids, slots and lengths, because wrong values would cause reads of other
+memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .library import ELEMENTS, CpuLibrary, Missing, Step, cpu_library
 from .thresholds import worth_a_thread
 from .workspace import Workspace
 
-MAX_HEAD_DIM = 512  # with larger heads a thread's part of a tile exceeds its cache
-_EVERY_LANES = 8  # head sizes are multiples of this, the narrowest vector
+MAX_HEAD_DIM = 512  # with larger heads, a thread's part of a tile exceeds the cache
+_EVERY_LANES = 8  # the head size must be a multiple of it: the lanes of the narrowest vector
 _OUT_OF_BOUNDS = {
     1: "slots from -1 to the last one of the pool",
     2: "block ids of the pool",
@@ -32,8 +32,8 @@ _OUT_OF_BOUNDS = {
 def reason_against(
     dtype: torch.dtype, head_dim: int, *, pool_dtype: torch.dtype | None = None
 ) -> str | None:
-    """The reason why the library cannot compute attention with heads of this size in this type, or
-    None. `pool_dtype` is the type of the pool, if it is another type than `dtype`."""
+    """Return the reason why the library cannot compute attention with heads of `head_dim` elements
+    of `dtype`, or None. `pool_dtype` is the type of the pool, if it is not `dtype`."""
     library = cpu_library()
     if isinstance(library, Missing):
         return library.reason
@@ -49,7 +49,7 @@ def reason_against(
 
 class CpuAttentionStep:
     """The requests of one step, for all layers of a KV pool. The step keeps references to the
-    tensors that its constructor takes; they must not change while the step is used."""
+    constructor's tensors, which must not change while the step is used."""
 
     def __init__(
         self,
@@ -69,8 +69,9 @@ class CpuAttentionStep:
         """`pool` is K and V of one layer, `[num_blocks, 2, block_size, kv heads, head_dim]`. All
         layers must have the same strides. `block_tables`, `seq_lens` and `query_starts` are as in
         `paged_decode` and `paged_prefill`. Without `query_starts`, row i belongs to request i.
-        `slots` is int64 `[num_tokens]` and is needed to write K and V; a slot of -1 is not written.
-        Without a `workspace`, the step can be used by a `CpuNetwork`, but `run` cannot be called.
+        `slots`, int64 `[num_tokens]`, is needed to write K and V; tokens with a slot of -1 are not
+        written. Without a `workspace`, the step can be used by a `CpuNetwork`, but `run` cannot be
+        called.
 
         Raises KernelRefused for values out of bounds, for a wrong shape or type, and if the library
         cannot be used."""
@@ -90,12 +91,12 @@ class CpuAttentionStep:
         self.pool = (pool.dtype, pool.shape, pool.stride())
         num_blocks, _, block_size, kv_heads, head_dim = pool.shape
         block_stride, self._plane_stride, token_stride, head_stride, _ = pool.stride()
-        step = self.laid_down = Step(  # the library reads it while this object lives
+        step = self.laid_down = Step(  # must live as long as the library reads it
             tables=block_tables.data_ptr(),
             seq_lens=seq_lens.data_ptr(),
             query_starts=None if query_starts is None else query_starts.data_ptr(),
             slots=None if slots is None else slots.data_ptr(),
-            # The check only tests whether it is set; `run` sets the layer's address.
+            # The check only tests whether `k` is null; `run` sets the address of a layer.
             k=None if slots is None else slots.data_ptr(),
             num_tokens=num_tokens,
             num_requests=len(seq_lens),
@@ -117,7 +118,7 @@ class CpuAttentionStep:
         wrong = library.check(ctypes.byref(step))
         if wrong:
             raise KernelRefused(f"expected {_OUT_OF_BOUNDS[wrong]}, got others")
-        # The step has no window yet: without one the workspace is largest.
+        # The step has no window yet, and without a window the workspace is largest.
         self._threads = torch.get_num_threads()
         if workspace is not None:
             needed = library.workspace_bytes(self._address, self._threads)
@@ -127,8 +128,7 @@ class CpuAttentionStep:
 
     @property
     def query_starts(self) -> npt.NDArray[np.int32]:
-        """The first row of each request, and at the end the row after the last request: `[requests
-        + 1]`."""
+        """The first row of each request, and the row after the last request: `[requests + 1]`."""
         starts = self._kept[3]
         count = self.laid_down.num_requests
         return np.arange(count + 1, dtype=np.int32) if starts is None else starts.numpy()
@@ -142,8 +142,9 @@ class CpuAttentionStep:
     ) -> None:
         """Write K and V in `written`, each `[tokens, kv heads, head_dim]`, to their slots of
         `pool`. Then compute the attention of `q` `[tokens, heads, head_dim]`, and write it to
-        `out`. `pool` is one layer of the pool, with the shape and strides that the constructor got.
-        The last axis of every tensor must be contiguous. Raises KernelRefused for other tensors."""
+        `out`. `pool` is one layer of the pool, with the shape and strides of the constructor's
+        `pool`. The last axis of every tensor must be contiguous. Raises KernelRefused for other
+        tensors."""
         step = self.laid_down
         self._check_tensor("pool", pool, self.pool[1])
         if pool.stride() != self.pool[2]:

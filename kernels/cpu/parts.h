@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Few rows of a request, or of several: a part of their context, all heads in it; and what the parts
-// of a request become together.
+// Attention of few rows over a part of their context, for all heads, and the combination of a
+// request's parts.
 #pragma once
 
 #include "layout.h"
 
 namespace {
 
-// Into the second-level cache: the first level is too small for so much, and serves few misses at a
-// time.
+// Prefetches to the second-level cache, because the first level is too small and handles few misses
+// at a time.
 inline void prefetch(const void *from, int64_t bytes) {
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)from + b, 0, 2);
 }
 
-// Rows that are needed soon, sent for in the order in which they lie: all heads of a token, then the
-// next token. Computing goes through the tokens of a group once for each head, and sending for them
-// in that order reads memory in strides, at nine tenths of the speed.
+// Rows of keys or values that will be prefetched, in the order of memory: all heads of a token,
+// then the next token. Attention reads a group of tokens once for each head; prefetches in that
+// order would read memory in strides, at nine tenths of the speed.
 template <class E> struct Ahead {
     const E *const *rows;
     int64_t heads, head_stride;
@@ -31,8 +31,8 @@ template <class E> struct Ahead {
     }
 };
 
-// Scores of MQ queries for the next keys, as many as a vector has lanes, into rows of SPLIT. With
-// `fetches`, as many rows are sent for.
+// Writes the scores of MQ queries for the next LANES keys to rows of SPLIT scores. With `fetches`,
+// prefetches LANES rows.
 template <class F, int MQ, class E, class A>
 inline void score_keys(const E *const *keys, int64_t offset, const typename F::Number *q,
                        int64_t depth, bool fetches, Ahead<E> &ahead, A *scores) {
@@ -44,7 +44,7 @@ inline void score_keys(const E *const *keys, int64_t offset, const typename F::N
             from[i] = keys[t + i] + offset;
             if (fetches) prefetch(ahead.next(), depth * F::DEPTH * int64_t(sizeof(E)));
         }
-        V<A> acc[LANES<A>];  // `= {}` would be a loop over memory
+        V<A> acc[LANES<A>];  // GCC would compile `= {}` to a loop over memory
 #pragma GCC unroll 16
         for (int i = 0; i < LANES<A>; i++) acc[i] = V<A>{};
         for (int64_t d = 0; d < depth; d += LANES<A>) {
@@ -66,8 +66,8 @@ inline void score_keys(const E *const *keys, int64_t offset, const typename F::N
     }
 }
 
-// Adds the next `count` values under their weights to MQ results of DV vectors. With FETCHES, as
-// many rows are sent for, from `column` on.
+// Adds the next `count` values, times their weights, to MQ results of DV vectors. With FETCHES,
+// prefetches `count` rows from `column` on.
 template <int MQ, int DV, bool FETCHES, class E, class A>
 inline void weigh_values(const E *const *values, int64_t offset, int64_t count, const A *weights,
                          int64_t dim, Ahead<E> &ahead, int64_t column, A *out) {
@@ -96,8 +96,8 @@ inline void weigh_values(const E *const *values, int64_t offset, int64_t count, 
 }
 
 #ifdef __AVX512BF16__
-// The same of pairs of tokens, whose numbers take turns in each part of 16 bytes: the halves of 32
-// results lie in two vectors, which `in_order` puts right at the end.
+// The same for pairs of tokens, interleaved in each 16 bytes: 32 results are in two vectors, in an
+// order that `in_order` corrects at the end.
 template <int MQ, int DV, bool FETCHES>
 inline void weigh_values(const BFloat16 *const *values, int64_t offset, int64_t count,
                          const Pair *weights, int64_t dim, Ahead<BFloat16> &ahead, int64_t column,
@@ -136,7 +136,8 @@ inline void weigh_values(const BFloat16 *const *values, int64_t offset, int64_t 
         for (int j = 0; j < DV; j++) store(out + m * dim + j * LANES<float>, acc[m][j]);
 }
 
-// Results `[count]` of pairs come into their order; those of numbers are in it.
+// Sorts results `[count]` of pairs into the order of the head; results of numbers are already
+// sorted.
 inline void in_order(Pairs, float *out, int64_t count) {
     typedef IntVector I;
     for (int64_t d = 0; d < count; d += PANEL<float>) {
@@ -169,7 +170,7 @@ inline void weigh_heads(const E *const *values, int64_t offset, int64_t count,
 #undef WEIGH
 }
 
-// All queries of a group: only the first ones send for what comes next.
+// Scores of all queries of a group; only the first queries prefetch.
 template <class F, class E, class A>
 inline void score_group(const E *const *keys, int64_t offset, const typename F::Number *q,
                         int64_t vectors, int64_t depth, Ahead<E> &ahead, A *scores) {
@@ -201,7 +202,7 @@ inline void weigh_group(const E *const *values, int64_t offset, int64_t count,
 #undef WEIGH
 }
 
-// The parts of a request become its result; `partials` are in their order.
+// Combines the parts of a request to its result; `partials` has the parts in their order.
 template <class E>
 void join_parts(const Step &step, const Request &request, int64_t parts,
                 typename Wide<E>::A *partials) {
@@ -214,7 +215,7 @@ void join_parts(const Step &step, const Request &request, int64_t parts,
             top = larger(top, partials[p * size + count * dim + v]);
         const A taken = top == -(A)__builtin_inf() ? A(0) : top;
         A total = 0;
-        A *out = partials + v * dim;  // the first part's place
+        A *out = partials + v * dim;  // in the memory of the first part
         for (int64_t p = 0; p < parts; p++) {
             const A *part = partials + p * size;
             const A share = weight_of(all_of(part[count * dim + v] - taken))[0];
@@ -228,8 +229,8 @@ void join_parts(const Step &step, const Request &request, int64_t parts,
     }
 }
 
-// Writes a member's part of a task's results `[kv heads * vectors, dim]`, from vector `before` on,
-// to its place. Returns the member's number of vectors under each head.
+// Copies a member's results, from vector `before` on in `[kv heads * vectors, dim]`, to `step.out`
+// or to the partial results. Returns the member's number of vectors per kv head.
 template <class E, class A>
 int64_t give_part(const Step &step, const Layout &layout, const Member &member, int64_t vectors,
                   int64_t before, const A *out, const A *tops, const A *totals) {
@@ -264,9 +265,9 @@ int64_t give_part(const Step &step, const Layout &layout, const Member &member, 
     return own;
 }
 
-// Adds up one part of a context for all rows and heads of a task's requests. Results, largest scores
-// and sums of weights go to the partial results of each; those of a request without other parts to
-// their place in the end.
+// Computes attention over one part of a context, for all rows and heads of a task's requests.
+// Writes results, largest scores and sums of weights to each request's partial results; the results
+// of a request with one part go to `step.out`.
 template <class E, class F>
 void attend_part(const Step &step, const Layout &layout, const Task &task, char *scratch) {
     typedef typename Wide<E>::A A;
@@ -275,7 +276,7 @@ void attend_part(const Step &step, const Layout &layout, const Task &task, char 
     const int64_t vectors = task.vectors / step.kv_heads, all = task.vectors;
     const Member &leader = layout.members[task.first];
     const bool is_shared = task.first != task.last;
-    const int64_t index = leader.request;  // whose blocks are read
+    const int64_t index = leader.request;  // the request whose block ids are used
     const Request request = request_of(step, index);
     const int64_t part = first_part(step, request) + leader.number;
     const int64_t first = at_least(part * SPLIT, request.first_key(0, step.window));
@@ -289,7 +290,8 @@ void attend_part(const Step &step, const Layout &layout, const Task &task, char 
     A *totals = tops + size.of_sums();
     A *shares = totals + size.of_sums();
     Number *q = (Number *)(shares + size.of_sums());
-    // Rows of keys, of values, and places to send for behind them.
+    // Addresses of the rows of keys and of values; the last address repeats for prefetches beyond
+    // the end.
     const E **keys = (const E **)(q + size.of_rows());
     const E **values = keys + width;
     A *out = is_shared || layout.parts(index) == 1
@@ -297,7 +299,7 @@ void attend_part(const Step &step, const Layout &layout, const Task &task, char 
                  : (A *)layout.partials + layout.first_partial[index] +
                        leader.number * all * (dim + 2);
 
-    // Vectors of all requests under one head, then those under the next one.
+    // Queries are sorted by kv head, and under each kv head by request.
     int64_t before = 0;
     for (int64_t at = task.first; at >= 0; at = layout.members[at].next) {
         const Request of = request_of(step, layout.members[at].request);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A product by itself, of elements; what lies between is as in `network.h`.
+// A single product of rows of elements with a packed matrix.
 #pragma once
 
 #include "attention.h"
@@ -14,9 +14,9 @@ template <class E> struct ProductWork {
     const Product *product;
     const T *x;
     int64_t x_row;
-    A *widened;  // of each thread
+    A *widened;  // memory for converted panels, for each thread
     int64_t widened_numbers, threads;
-    A *inner;  // [rows, most_rank], of the rows' adapters
+    A *inner;  // [rows, most_rank]: results of the phase `shrink`
     Cut made;
     Counter counters[2];
     int64_t seats;
@@ -74,8 +74,8 @@ template <class E> void work_on(void *data) {
     });
 }
 
-// Whether rows of elements are inputs as they lie. Where many of them begin in a few sets of the
-// cache, they are copied.
+// Whether the rows of x can be inputs without a copy. Rows whose starts fall into few sets of the
+// cache are copied.
 template <class E> inline bool are_inputs(const Product &product) {
     typedef typename InputOf<E>::T T;
     return sizeof(E) == sizeof(T) && Inputs<T>::TOGETHER == 1 &&

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is done with a row of numbers between products, and with the heads of one.
+// Computations on a row between products: the RMS norm, sums, conversions, and the rotation of
+// heads.
 #pragma once
 
 #include "matrix.h"
 
 namespace {
 
-// What `x` is multiplied by to be of root mean square 1.
+// Returns the reciprocal of the root mean square of `x`.
 template <class A> inline A share_of(const A *x, int64_t count, A eps) {
     V<A> sums[4] = {V<A>{}, V<A>{}, V<A>{}, V<A>{}};
     int64_t d = 0;
@@ -23,7 +24,7 @@ template <class A> inline A share_of(const A *x, int64_t count, A eps) {
                                   : A(__builtin_sqrt(double(mean))));
 }
 
-// `out` = x of root mean square 1, times `weight`.
+// `out` = x divided by its root mean square, times `weight`.
 template <class A, class O>
 inline void normalise(const A *x, const A *weight, int64_t count, A eps, O *out) {
     const A share = share_of(x, count, eps);
@@ -44,8 +45,8 @@ template <class E, class A> inline void narrow_all(const A *from, int64_t count,
     for (; d < count; d++) narrow(from[d], to + d);
 }
 
-// A head, normed where there is a `weight`; element i of its first half turns with element i of the
-// second.
+// Norms a head, if there is a `weight`, and rotates it: element i of the first half is paired with
+// element i of the second.
 template <class E, class A>
 inline void turn(const A *head, const A *weight, A eps, const E *cos, const E *sin, int64_t half,
                  E *out) {
@@ -78,7 +79,7 @@ inline int64_t qkv_size(const Pass &pass) {
     return (pass.heads + 2 * pass.kv_heads) * pass.head_dim;
 }
 
-// As many heads as fill whole panels.
+// Returns the smallest number of heads that fills whole panels.
 template <class A> inline int64_t heads_together(const Pass &pass) {
     int64_t heads = 1;
     while (heads * pass.head_dim % PANEL<A>) heads++;
@@ -91,18 +92,18 @@ template <class A> inline int64_t heads_numbers(const Pass &pass) {
     return ROWS_AT_ONCE * heads_row<A>(pass);
 }
 
-// Takes heads of a layer's queries, keys and values. Those that fill whole panels together are kept
-// until all are there, near since there are few; then they go to their place.
+// The target of a layer's queries, keys and values. Results are kept, in the cache, until whole
+// heads are complete; then the heads are rotated and written to `q` or to the pool.
 template <class E, class A> struct Heads {
     const Pass &pass;
     const LayerWeights &layer;
     const Matrix &matrix;
-    const int64_t *of_step;  // the step's rows; null: those of the product
+    const int64_t *of_step;  // the row in the step of each row; null: the same row
     E *q;
-    A *kept;  // [rows, heads, head_dim], `kept_row` from one row to the next
+    A *kept;  // [rows, heads, head_dim], rows are `kept_row` apart
     int64_t kept_row;
     int64_t first_row, rows, first_head;
-    int64_t together, unit;  // heads, in so many panels
+    int64_t together, unit;  // `together` heads fill `unit` panels
 
     inline void operator()(int64_t row, int64_t panel, const A *values) const {
         add_bias(matrix, panel, values, kept + row * kept_row + panel % unit * PANEL<A>);

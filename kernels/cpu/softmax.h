@@ -1,26 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores that become weights, a vector's lanes of rows at a time, so that their largest scores and
-// their sums are looked for together.
+// The softmax of scores, for as many rows at a time as a vector has lanes, so that the maxima and
+// the sums of all these rows are computed together.
 //
-// Of float32, a weight is a power of two: scores are multiplied by log2(e) as by their scale, and
-// what is a logarithm here is one to the base of 2. Of float64 it is a power of e.
+// With float32, weights are powers of 2: the scale of the scores includes log2(e), and all
+// logarithms have base 2. With float64, weights are powers of e.
 #pragma once
 
 #include "factors.h"
 
 namespace {
 
-template <class A> constexpr A UNIT = A(1);  // what scores are multiplied by
+template <class A> constexpr A UNIT = A(1);  // an additional factor of the scores
 template <> constexpr float UNIT<float> = 1.44269504f;
 
-// 2 to the power of x, for x up to 127: within 2 units in the last place above -126, 0 below.
+// Returns 2 to the power of x, for x up to 127: within 2 units in the last place for x from -126,
+// else 0.
 inline FloatVector weight_of(FloatVector x) {
     const float lowest = -126.0f;
-    // The nearest integer, by a sum whose last place is 1.
+    // The addition of `shift` rounds to an integer, because the last place of the sum is 1.
     const float shift = 12582912.0f;
     const FloatVector shifted = x + shift;
     const FloatVector r = x - (shifted - shift);
-    // The polynomial of this degree with the smallest error for r from -1/2 to 1/2 that is 1 at 0.
+    // Of the polynomials of this degree that are 1 at 0, the one with the smallest error for r from
+    // -1/2 to 1/2.
     FloatVector p = all_of(0.00015353359f);
     p = p * r + 0.0013398875f;
     p = p * r + 0.009618438f;
@@ -28,31 +30,32 @@ inline FloatVector weight_of(FloatVector x) {
     p = p * r + 0.24022648f;
     p = p * r + 0.6931472f;
     p = p * r + 1.0f;
-    // The bits of `shifted` end in those of the integer, which go where the exponent is.
+    // The last bits of `shifted` are the integer; they are moved to the bits of the exponent.
     const WordVector power = ((WordVector)shifted << 23) + (127u << 23);
     const FloatVector result = p * (FloatVector)power;
     return x < lowest ? FloatVector{} : result;
 }
 inline DoubleVector weight_of(DoubleVector x) { return exponential(x); }
 
-// Numbers that are kept for each row are padded by this many, for whole vectors of them.
+// Arrays with one number per row are padded by SPARE numbers, so that whole vectors can be read.
 template <class A> constexpr int64_t SPARE = LANES<A>;
 
-// Of the scores of a row, those that count.
+// The keys that a row sees: from `first` to before `end`.
 struct Seen {
     int64_t first, end;
 };
 
 template <class A> struct Softmax {
     A scale, softcap;    // softcap 0: scores are not capped
-    A *tops;             // [rows]: the largest score so far, times `scale` and UNIT; -inf: none
-    A *totals, *shares;  // [rows]: sums of weights, and what the last call multiplied them by
+    A *tops;             // [rows]: the largest score so far, times `scale` and UNIT; -inf: no score
+    A *totals, *shares;  // [rows]: sums of weights, and their factors in the last call
 
-    // Scores `[rows, width]` in rows of `row_stride` become weights in their place, where `row` is
-    // the first one's number; up to LANES rows, `width` in whole vectors. `seen(i)` tells which
-    // scores of the i-th row count, unless `is_whole` says that all do; others become 0. Weights are
-    // relative to the largest score so far: results so far have to be multiplied by `shares`. As
-    // factors they take the beginning of the row.
+    // Replaces scores `[rows, width]`, whose rows are `row_stride` apart, by weights. The first row
+    // is row `row`; there are up to LANES rows, and `width` is a multiple of LANES. `seen(i)`
+    // returns the keys that the i-th row sees; the weights of other keys become 0. With `is_whole`,
+    // all rows see all keys. Weights are relative to the largest score so far, so the caller must
+    // multiply earlier results by `shares`. Weights that are stored as pairs fill only the
+    // beginning of a row.
     template <class F, class Of>
     inline void weigh(A *scores, int64_t row_stride, int64_t row, int64_t rows, int64_t width,
                       bool is_whole, Of seen) const {

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least amount of work for which another thread is woken, measured once per process before its
-first step.
+"""The least work for which another thread is woken, measured once before the first step.
 
-A thread must save several times the time that its waking costs. The threshold is computed from two
-measurements: the time until a woken thread runs, and the speed at which a thread reads the weights
-of a matrix."""
+Another thread must save several times the time that waking it takes. The threshold is computed from
+two measurements: the time until a woken thread runs, and the speed at which a thread reads the
+weights of a matrix."""
 
 from __future__ import annotations
 
@@ -20,39 +19,38 @@ from .library import ELEMENTS, CpuLibrary, Matrix, Product, cpu_library
 
 logger = logging.getLogger(__name__)
 
-# The least work of a thread, as a multiple of its work during the waking of another. With less the
-# embedded model was slower with two threads than with one: they wait for each other in every layer.
+# The least work of a thread, in multiples of the work that a thread does while another is woken.
+# With less work, the embedded model was slower with two threads, which wait for each other in every
+# layer, than with one.
 _TIMES = 5
-_MOST_CHANGE = 8  # of a threshold from its default, as a factor
+_MOST_CHANGE = 8  # the largest factor between a threshold and its default
 _SAMPLES, _FEWEST = 12, 4
-_SECONDS = 0.008  # limit of each of the two measurements
-_PAUSE_SECONDS = 1e-4  # in which woken threads go back to sleep
-# A thread that runs sooner was not asleep: some OpenMP libraries let threads spin for long.
+_SECONDS = 0.008  # limit of the time of a measurement
+_PAUSE_SECONDS = 1e-4  # a pause after which threads sleep again
+# A thread that runs after a shorter time was not asleep: some OpenMP libraries let threads spin.
 _AWAKE_SECONDS = 2e-6
-_OUTS, _INS = 512, 1024  # of a float32 matrix that fits into the second or third cache
+_OUTS, _INS = 512, 1024  # a float32 matrix that fits into the second or third cache
 
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """The number of multiplications that each thread must at least have before another thread is
-    woken. The defaults were measured on two cores of an AMD EPYC; they are used if nothing is
-    measured."""
+    """The least number of multiplications per thread for which another thread is woken. The
+    defaults, which were measured on two cores of an AMD EPYC, are used if nothing is measured."""
 
-    network: int = 3 << 20  # weights, for four rows each
-    product: int = 3 << 18  # the same, for one matrix
+    network: int = 3 << 20  # weights, each multiplied by four rows
+    product: int = 3 << 18  # weights of one matrix, each multiplied by four rows
     attention: int = 1 << 19
 
 
 def chosen(wake_seconds: float, weights_per_second: float) -> Worth:
-    """Compute the thresholds from the time to wake a thread and from the speed of a thread."""
+    """Return the thresholds for a time to wake a thread and a speed of a thread."""
     share = _TIMES * wake_seconds * weights_per_second / Worth().network
     share = min(max(share, 1 / _MOST_CHANGE), _MOST_CHANGE)
     return Worth(*(round(share * products) for products in astuple(Worth())))
 
 
 def worth_a_thread() -> Worth:
-    """Return the thresholds, which are measured at the first call for each number of torch's
-    threads."""
+    """Return the thresholds, measured once for each number of torch's threads."""
     threads = torch.get_num_threads()
     return Worth() if threads == 1 else _of_threads(threads)
 
@@ -64,9 +62,9 @@ def _of_threads(threads: int) -> Worth:
 
 
 def measured(library: CpuLibrary, threads: int) -> Worth:
-    """Measure the thresholds, which takes some milliseconds. The shortest of several samples is
-    used, because other work of the machine only adds time. The defaults are used if there are too
-    few samples, or if a thread was still awake in a sample of the waking time."""
+    """Measure the thresholds, within some milliseconds. The shortest of several samples is used,
+    because other work of the machine only adds time. The defaults are returned if there are too few
+    samples, or if a thread was still awake in a sample of the waking time."""
     wake = _seconds_to_wake(library, threads)
     speed = _weights_per_second(library)
     if wake is None or speed is None:
@@ -82,7 +80,7 @@ def measured(library: CpuLibrary, threads: int) -> Worth:
 
 
 def _seconds_to_wake(library: CpuLibrary, threads: int) -> float | None:
-    library.wake(None, threads)  # starts the threads
+    library.wake(None, threads)  # creates the threads
     samples: list[float] = []
     end = time.monotonic() + _SECONDS
     while len(samples) < _SAMPLES and time.monotonic() < end:

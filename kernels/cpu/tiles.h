@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Many rows of a request under one kv head, over tiles of the keys that they see.
+// Attention of many rows of a request under one kv head, over tiles of keys.
 #pragma once
 
 #include "softmax.h"
 
 namespace {
 
-// c `[MR, NV vectors]` = or += a `[MR, depth]` times b `[depth, NV vectors]`, of a panel.
+// c `[MR, NV vectors]` = (with `adds`, +=) a `[MR, depth]` times b `[depth, NV vectors]`, in one
+// panel.
 template <class F, int MR, int NV, class A>
 inline void multiply_block(const typename F::Number *a, int64_t a_row,
                            const typename F::Number *b, A *c, int64_t c_row, int64_t depth,
@@ -36,7 +37,8 @@ inline void multiply_block(const typename F::Number *a, int64_t a_row,
         }
 }
 
-// c `[rows, columns]`, columns in whole vectors. Panels of b are `b_panel` factors apart.
+// The same for c `[rows, columns]`, with whole vectors of columns. Panels of b are `b_panel`
+// factors apart.
 template <class F, class A>
 void multiply(const typename F::Number *a, int64_t a_row, const typename F::Number *b,
               int64_t b_panel, A *c, int64_t c_row, int64_t rows, int64_t columns, int64_t depth,
@@ -59,7 +61,7 @@ void multiply(const typename F::Number *a, int64_t a_row, const typename F::Numb
     }
 }
 
-// How much lies where, of so many rows times heads of a group.
+// The sizes of a tile's buffers; `vectors` is rows times heads of a group.
 template <class A> struct TileScratch {
     int64_t vectors, dim;
 
@@ -74,9 +76,9 @@ template <class A> struct TileScratch {
     }
 };
 
-// Keys and values of a tile into panels of factors: `[panels of keys, dim, PANEL]` and `[panels of
-// dim, TILE_KEYS, PANEL]`, of pairs half as many. There are `count` in the tile, of which those from
-// `first` on are read; the others, up to whole vectors, are zeros.
+// Packs keys and values of a tile into panels of factors: `[panels of keys, dim, PANEL]` and
+// `[panels of dim, TILE_KEYS, PANEL]`, or half as many pairs. The tile has `count` tokens, of which
+// the tokens from `first` on are read. Other tokens, up to whole vectors, are zeros.
 template <class E, class F, class A>
 void read_tile(const Step &step, int64_t index, int64_t head, int64_t tile, int64_t first,
                int64_t count, typename F::Number *keys, typename F::Number *values) {
@@ -118,7 +120,8 @@ void read_tile(const Step &step, int64_t index, int64_t head, int64_t tile, int6
     }
 }
 
-// Rows `first_row` ... of a request under one kv head, over all the keys they see.
+// Computes attention of `rows` rows of a request, from `first_row` on, under one kv head, over all
+// keys that the rows see.
 template <class E, class F>
 void attend_rows(const Step &step, int64_t index, const Request &request, int64_t first_row,
                  int64_t rows, int64_t head, char *scratch) {
@@ -153,8 +156,8 @@ void attend_rows(const Step &step, int64_t index, const Request &request, int64_
     for (int64_t tile = begin / TILE_KEYS * TILE_KEYS; tile < end; tile += TILE_KEYS) {
         const int64_t count = at_most(TILE_KEYS, end - tile);
         read_tile<E, F, A>(step, index, head, tile, at_least(begin - tile, 0), count, keys, values);
-        // A few rows at a time, so that their scores stay near, with as many keys as the last of
-        // them sees.
+        // A few rows at a time, so that the scores stay in the cache, with the keys that the last
+        // of these rows sees.
         for (int64_t done = 0; done < vectors; done += SCORED_VECTORS) {
             const int64_t here = at_most(SCORED_VECTORS, vectors - done);
             const int64_t last = first_row + (done + here - 1) / group;
@@ -170,7 +173,8 @@ void attend_rows(const Step &step, int64_t index, const Request &request, int64_
                     return Seen{at_least(request.first_key(row, step.window) - tile, 0),
                                 at_least(at_most(request.end_key(row) - tile, count), 0)};
                 };
-                // The first row sees the fewest behind it, the last one the fewest before.
+                // The first row has the lowest end of visible keys, the last row the highest
+                // beginning.
                 const bool is_whole =
                     seen_by(0).end == width && seen_by(some - 1).first == 0;
                 softmax.template weigh<F>(scores + m * TILE_KEYS, TILE_KEYS, done + m, some,

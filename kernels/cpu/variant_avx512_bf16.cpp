@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention and products for processors whose AVX-512 multiplies bfloat16; `setup.py` compiles it for them.
+// The variant for processors with AVX-512 and its products of bfloat16. `setup.py` compiles the
+// file.
 #define VECTOR_BYTES 64
 #include "network.h"
 

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors of VECTOR_BYTES as GCC and Clang have them, so that one text makes every variant.
+// Vectors of VECTOR_BYTES, by the vector extensions of GCC and Clang, so that all variants have the
+// same source.
 //
-// What is included here is compiled for a processor that this one need not be: nothing may be
-// inline and shared with other files, or the linker might keep the wrong copy. Hence the unnamed
-// namespace, and no header of the C++ library.
+// Each variant is compiled for another processor, and the linker keeps one copy of an inline
+// function that several files share, perhaps with unsupported instructions. Therefore everything is
+// in an unnamed namespace, and no header of the C++ library is included.
 #pragma once
 
 #include <immintrin.h>
@@ -18,7 +19,7 @@ typedef int64_t LongVector __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t WordVector __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t HalfWordVector __attribute__((vector_size(VECTOR_BYTES / 2)));
 
-template <class A> struct Of;  // of the type that is added up in
+template <class A> struct Of;  // the vectors with elements of type A, the type of sums
 template <> struct Of<float> {
     typedef FloatVector V;
     typedef IntVector I;
@@ -29,7 +30,7 @@ template <> struct Of<double> {
 };
 template <class A> using V = typename Of<A>::V;
 template <class A> constexpr int LANES = VECTOR_BYTES / int(sizeof(A));
-template <class A> constexpr int PANEL = 2 * LANES<A>;  // columns of a matrix that lie together
+template <class A> constexpr int PANEL = 2 * LANES<A>;  // matrix columns that are packed together
 
 struct BFloat16 {
     uint16_t bits;
@@ -38,7 +39,7 @@ struct Float16 {
     uint16_t bits;
 };
 
-// What numbers of an element type are added up in.
+// The type of the sums for an element type.
 template <class E> struct Wide {
     typedef float A;
 };
@@ -55,7 +56,7 @@ template <class T> inline T read_as(const void *from) {
 inline FloatVector load(const float *from) { return read_as<FloatVector>(from); }
 inline DoubleVector load(const double *from) { return read_as<DoubleVector>(from); }
 inline FloatVector load(const BFloat16 *from) {
-    // GCC widens by `__builtin_convertvector` in four instructions and not in one.
+    // GCC compiles `__builtin_convertvector` to four instructions here, instead of one.
 #if VECTOR_BYTES == 64
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
 #else
@@ -96,18 +97,18 @@ inline void narrow(float value, BFloat16 *to) {
     uint32_t bits = read_as<uint32_t>(&value);
     if (value != value)
         to->bits = uint16_t((bits >> 16) | 0x40);
-    else  // to the nearest, of two equally near ones to the even
+    else  // rounds to nearest, ties to even
         to->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 inline void narrow(float value, Float16 *to) {
     to->bits = uint16_t(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT));
 }
 
-// As `narrow`, of as many numbers as a vector has.
+// Like `narrow`, for all numbers of a vector.
 inline void narrow_vector(FloatVector value, float *to) { store(to, value); }
 inline void narrow_vector(DoubleVector value, double *to) { store(to, value); }
 inline void narrow_vector(FloatVector value, BFloat16 *to) {
-#ifdef __AVX512BF16__  // what is below the smallest normal number becomes 0, as in its products
+#ifdef __AVX512BF16__  // subnormal numbers become 0, as in products of this variant
     const __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
     __builtin_memcpy(to, &rounded, sizeof(rounded));
 #else
@@ -132,10 +133,10 @@ inline void narrow_vector(FloatVector value, Float16 *to) {
 #endif
 }
 
-// NaN in `b` is passed over; the weights computed from it are NaN all the same.
+// A NaN in `b` is ignored, but the weights that are computed from the NaN are NaN.
 template <class X> inline X larger(X a, X b) { return b > a ? b : a; }
 
-// Lanes are taken in pairs that are half as far from each other each time.
+// Returns the sum of the lanes, added in pairs whose distance halves in each round.
 template <class A> inline A sum(V<A> value) {
     A total[LANES<A>];
     store(total, value);
@@ -152,7 +153,7 @@ template <class A> inline A sum(V<A> value) {
 #define TWO(a, b, ...) __builtin_shuffle(a, b, I{__VA_ARGS__})
 #endif
 
-// The first halves of two vectors in turns, and the second ones.
+// Return the first (`low_halves`) or second halves of two vectors, interleaved.
 inline DoubleVector low_halves(DoubleVector a, DoubleVector b) {
     typedef LongVector I;
     (void)sizeof(I);
@@ -190,8 +191,8 @@ inline FloatVector high_halves(FloatVector a, FloatVector b) {
 #endif
 }
 
-// As many vectors as one has lanes change rows for columns. Each round moves one bit of a row's
-// number to a column's and one the other way.
+// Transposes LANES vectors. Each round exchanges one bit of the row index with one bit of the
+// column index.
 template <class A> inline void transpose(V<A> *v) {
     constexpr int N = LANES<A>;
 #pragma GCC unroll 4
@@ -207,9 +208,9 @@ template <class A> inline void transpose(V<A> *v) {
     }
 }
 
-// Each of as many vectors as one has lanes becomes a number, in their order: vectors are joined in
-// pairs, by `join` of lanes beside each other, and each step leaves half as many, in whose lanes
-// twice as many numbers are begun.
+// Reduces LANES vectors to one vector with a number for each, in their order. Each step applies
+// `join` to adjacent lanes of two vectors, so it halves the vectors and doubles the numbers per
+// vector.
 template <class Join> inline DoubleVector joined(const DoubleVector *v, Join join) {
     typedef LongVector I;
     (void)sizeof(I);
@@ -277,15 +278,16 @@ template <class Vector> inline Vector maxima(const Vector *v) {
     return joined(v, [](Vector a, Vector b) { return b > a ? b : a; });
 }
 
-// e to the power of x, for x up to 88: within 2 units in the last place above -87, 0 below.
+// Returns e to the power of x, for x up to 88: within 2 units in the last place for x from -87,
+// else 0.
 inline FloatVector exponential(FloatVector x) {
     const float lowest = -87.0f;
     FloatVector y = x < lowest ? all_of(lowest) : x;
-    // The nearest integer, by a sum whose last place is 1.
+    // The addition of `shift` rounds to an integer, because the last place of the sum is 1.
     const float shift = 12582912.0f;
     FloatVector shifted = y * 1.44269504f + shift;
     FloatVector n = shifted - shift;
-    FloatVector r = y - n * 0.693145751953125f;  // ln 2 in two parts, the first exact times n
+    FloatVector r = y - n * 0.693145751953125f;  // ln 2 in two parts; the first times n is exact
     r = r - n * 1.42860677e-6f;
     FloatVector p = all_of(1.0f / 5040);
     p = p * r + 1.0f / 720;
@@ -295,7 +297,7 @@ inline FloatVector exponential(FloatVector x) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    // The bits of `shifted` end in those of n, which go where the exponent is.
+    // The last bits of `shifted` are n; they are moved to the bits of the exponent.
     WordVector power = ((WordVector)shifted << 23) + (127u << 23);
     FloatVector result = p * (FloatVector)power;
     return x < lowest ? FloatVector{} : result;
@@ -308,7 +310,7 @@ inline DoubleVector exponential(DoubleVector x) {
 
 inline FloatVector tangent(FloatVector x) {
     FloatVector size = x < 0.0f ? -x : x;
-    FloatVector most = size > 10.0f ? all_of(10.0f) : size;  // 1 from there on
+    FloatVector most = size > 10.0f ? all_of(10.0f) : size;  // beyond 10, tanh is 1 in float32
     FloatVector far = 1.0f - 2.0f / (exponential(2.0f * most) + 1.0f);
     FloatVector z = x * x;
     FloatVector p = all_of(-1382.0f / 155925);

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory for calls of the compiled library, which is kept between calls."""
+"""Memory that is kept between calls of the compiled CPU library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .huge_pages import memory_in_huge_pages
 
 class Workspace:
     """Memory for partial results and tiles of a call. The memory grows to the size of the largest
-    call and is kept, because fresh pages would cost more time than the work in them."""
+    call and is kept, because new pages would cost more time than the computation."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -25,8 +25,8 @@ class Workspace:
 
 
 class ResultMemory:
-    """Memory that is reused for large results, because the system must clear new pages, which takes
-    time. A result gets separate memory while an earlier result is still in use."""
+    """Memory that is reused for large results, because the system would need time to clear new
+    pages. A result gets separate memory while an earlier result is still in use."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -37,14 +37,13 @@ class ResultMemory:
         if self._borrower() is not None:
             return memory_in_huge_pages(num_bytes)
         if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # free it before allocating more
+            self._memory = torch.empty(0, dtype=torch.uint8)  # freed before more is allocated
             self._memory = memory_in_huge_pages(num_bytes)
-        # `lent` lives as long as any tensor or array over this memory.
+        # The array `lent` lives as long as any tensor or array over its memory.
         lent = self._memory.numpy()[:num_bytes]
         self._borrower = weakref.ref(lent)
         return torch.from_numpy(lent)
 
 
 class _Nobody:
-    """An object that is freed at once; the dead weak reference to it means that no result uses the
-    memory."""
+    """An object that is freed at once; its dead weak reference means that memory is unused."""

@@ -2,5 +2,5 @@
 """Kernels for the work between a layer's matrix products: the norm, the gated activation, and the
 rotation of queries and keys with the write of K and V.
 
-If they cannot run, functions of `engine/models/layers.py` and `rope.py` and `write_kv` run instead.
-The kernels round values at the same steps as these functions."""
+Where the kernels of this folder cannot run, functions of `engine/models/layers.py`, `rope.py` and
+`write_kv` run. Kernels and functions round values at the same steps."""

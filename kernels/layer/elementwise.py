@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norm and the gated activation of a layer, with one kernel launch for each.
+"""A layer's RMS norm and its gated activation, each in one kernel launch.
 
-`choose_elementwise` decides at the start of the engine whether these kernels are used. If the
-kernels are not used, a decoder calls the functions of `engine/models/layers.py`, which compute the
-same in torch. The results of kernels and torch differ only by the order of a sum and by the last
-digit of `exp`."""
+When the engine starts, `choose_elementwise` decides whether the kernels are used. Otherwise a
+decoder calls the functions of `engine/models/layers.py`, which compute norm and activation in
+torch. Kernels and torch differ only in the order of a sum and in the last digit of `exp`."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ HALVES = (torch.float16, torch.bfloat16)
 def choose_elementwise(
     device: torch.device, dtype: torch.dtype, hidden_size: int, *, strict: bool = False
 ) -> str:
-    """Return TRITON if these kernels can run for rows of `hidden_size` elements on `device`, else
-    PLAIN; always PLAIN for types wider than 16 bits. Raises KernelRefused like `choose_kernel`."""
+    """Return TRITON if Triton kernels can run for rows of `hidden_size` elements on `device`, else
+    PLAIN; PLAIN for types wider than 16 bits. Raises KernelRefused like `choose_kernel`."""
     if reason_against_dtype(dtype) is not None:
         return PLAIN
     reason = None
@@ -32,17 +31,17 @@ def choose_elementwise(
 
 
 def reason_against_dtype(dtype: torch.dtype) -> str | None:
-    """The reason why the kernels of a layer cannot compute with rows of this type, or None. In
-    Triton's interpreter float32 works too."""
+    """Return the reason why the kernels of a layer cannot compute with rows of `dtype`, or None.
+    Only Triton's interpreter also accepts float32."""
     if dtype in HALVES or (dtype is torch.float32 and is_interpreting()):
         return None
     return f"the kernels of a layer compute in 16-bit types, and this is {dtype}"
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide rows `[rows, size]` by their root mean square, and multiply them by `weight` `[size]`.
-    If the weight has x's type, values are rounded to it before the multiplication. If the weight is
-    float32, only the product is rounded. Raises KernelRefused for other tensors."""
+    """Return `x` `[rows, size]` divided by each row's root mean square and multiplied by `weight`
+    `[size]`. If the weight has x's type, values are rounded before the multiplication. If the
+    weight is float32, only the product is rounded. Raises KernelRefused for other tensors."""
     if x.dim() != 2 or weight.shape != x.shape[1:] or weight.dtype not in (x.dtype, torch.float32):
         raise KernelRefused(
             "expected x [rows, size] and weight [size] of its type or float32, "
@@ -65,7 +64,7 @@ def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gelu_gate(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute `gelu(gate) * up` with the tanh approximation; all else is as in `silu_gate`."""
+    """Write `gelu(gate) * up`, with the tanh approximation of gelu, to `gate` like `silu_gate`."""
     return _gate(gate, up, is_gelu=True)
 
 

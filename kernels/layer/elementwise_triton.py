@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norm and the gated activation in Triton. A program computes one row of the norm, or a part of
-a row of the activation.
+"""A layer's RMS norm and gated activation in Triton. A program computes one row of the norm, or a
+part of a row of the activation.
 
 The arithmetic is in float32. Values are rounded to the rows' type at the steps where the torch
 operators of `engine/models/layers.py` round. The callers in `elementwise.py` check the arguments.
@@ -21,8 +21,8 @@ GELU_CUBE = tl.constexpr(0.044715)
 
 @triton.jit
 def weighted(normed, weights, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return float32 `normed` times its weights, as `dtype`. Values are rounded before the product
-    if the weights are 16-bit, but only after the product if the weights are float32."""
+    """Return float32 `normed` times `weights`, as `dtype`. With 16-bit weights, `normed` is rounded
+    before the product; with float32 weights, only the product is rounded."""
     if weights.dtype != tl.float32:
         normed = normed.to(dtype).to(tl.float32)
     return (normed * weights.to(tl.float32)).to(dtype)
@@ -32,7 +32,7 @@ def weighted(normed, weights, dtype: tl.constexpr):  # type: ignore[no-untyped-d
 def rms_norm_kernel(  # type: ignore[no-untyped-def]
     x, weight, out, eps, row_stride, SIZE: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Grid: (rows,)."""
+    """Compute the RMS norm of one row. Grid: (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, WIDTH)
     mask = lane < SIZE
@@ -46,7 +46,7 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
 def gate_kernel(  # type: ignore[no-untyped-def]
     gate, up, row_stride, size, GELU: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Grid: (rows, blocks of a row). The result overwrites `gate`."""
+    """Write a block of activation(gate) * up to `gate`. Grid: (rows, blocks of a row)."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = lane < size
@@ -54,7 +54,7 @@ def gate_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(gate + at, mask=mask, other=0).to(tl.float32)
     y = tl.load(up + at, mask=mask, other=0).to(tl.float32)
     slope = GELU_SCALE * (x + GELU_CUBE * (x * x * x)) if GELU else x
-    # Both activations are x * sigmoid(slope).
+    # SiLU and GELU are computed as x * sigmoid(slope).
     activated = (x / (1.0 + tl.exp(-slope))).to(gate.dtype.element_ty).to(tl.float32)
     tl.store(gate + at, (activated * y).to(gate.dtype.element_ty), mask=mask)
 

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch constants of the kernels of a layer.
+"""The launch constants of the kernels in `kernels/layer/`.
 
-Every thread loads 16 bytes at a time, that is, eight 16-bit values. A decode step has few rows, so
+Every thread loads 16 bytes, eight 16-bit values, at a time. Because a decode step has few rows,
 each program is small, and a row of the norm is divided among many warps."""
 
 from __future__ import annotations
 
-MAX_HIDDEN = 32768  # a program holds a row of the norm in registers
-NORM_WARP_ELEMENTS = 512  # elements of a row for each warp
+MAX_HIDDEN = 32768  # elements of a row, which a program of the norm holds in registers
+NORM_WARP_ELEMENTS = 512  # elements of a row that a warp computes
 MIN_NORM_WARPS, MAX_NORM_WARPS = 4, 32
 
-GATE_BLOCK = 1024  # elements of a row, for each program
+GATE_BLOCK = 1024  # elements of a row that a program of the activation computes
 GATE_WARPS = 4
 
-ROTARY_TILE = 1024  # elements of heads, for each program
+ROTARY_TILE = 1024  # elements of heads that a program of `rotate_write` computes
 ROTARY_WARPS = 2
 
 
@@ -33,8 +33,8 @@ def norm_warps(size: int) -> int:
 def rotary_constants(
     num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
 ) -> dict[str, int]:
-    """Return the constexpr arguments of the kernel `rotate_write`. A program has only query heads,
-    only key heads or only value heads, so with more rows than KV heads some lanes would be idle."""
+    """Return the constexpr arguments of the kernel `rotate_write`. A program computes at most as
+    many heads as there are KV heads, because all its heads are of queries, of keys or of values."""
     width = max(16, power_of_two(head_dim // 2))
     rows = max(1, ROTARY_TILE // (2 * width))
     return {
@@ -48,6 +48,6 @@ def rotary_constants(
 
 
 def rotary_programs(constants: dict[str, int]) -> int:
-    """Return the number of programs for one token, for its queries, keys and values."""
+    """Return the number of programs that compute one token's queries, keys and values."""
     rows = constants["ROWS"]
     return -(-constants["HEADS"] // rows) + 2 * -(-constants["KV_HEADS"] // rows)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """rotate_write: rotates queries and keys and writes new K and V, in one launch.
 
-`choose_rotate_write` decides at the start of the engine whether this kernel is used. If the kernel
-is not used, functions of `engine/models/` norm and rotate, and `write_kv` writes; only the norm's
-rounding differs."""
+When the engine starts, `choose_rotate_write` decides whether the kernel is used. Otherwise
+functions of `engine/models/` norm and rotate queries and keys, and `write_kv` writes K and V; only
+the rounding of the norm differs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..pool_checks import check_one_device, check_written, reason_against_fp8
 from ..write.write_kv import check_write
 from .elementwise import reason_against_dtype
 
-MAX_HEAD_DIM = 512  # a program holds half heads in registers
+MAX_HEAD_DIM = 512  # elements of a head, which a program holds in registers
 
 
 class Rotary(NamedTuple):
     """The rotation of a step's queries and keys before attention, and the norms before it."""
 
     positions: Tensor  # int64 [tokens]
-    cos: Tensor  # [positions, head_dim // 2], in the type of the queries
+    cos: Tensor  # [positions, head_dim // 2], of the queries' type
     sin: Tensor
     head_norms: Tensor | None = None  # [heads + kv heads, head_dim]; float32 or the queries' type
     eps: float = 0.0
@@ -38,8 +38,8 @@ def choose_rotate_write(
     kernel: str = AUTO,
     strict: bool = False,
 ) -> str:
-    """Return TRITON if the kernel can run for queries like `q` `[any, heads, head_dim]` over a
-    layer's pool, else PLAIN; always PLAIN for types wider than 16 bits. Raises KernelRefused like
+    """Return TRITON if the kernel can run for queries like `q` `[any, heads, head_dim]` over a pool
+    `kv`, else PLAIN; PLAIN for all types wider than 16 bits. Raises KernelRefused like
     `choose_kernel`."""
     if reason_against_dtype(q.dtype) is not None:
         return PLAIN
@@ -55,8 +55,8 @@ def rotate_write(
     *,
     kv_scales: Tensor | None = None,
 ) -> None:
-    """Norm and rotate the queries of `qkv` `[tokens, heads + 2 kv heads, head_dim]` in place. Norm
-    and rotate its keys, and write them and its values to the pool; the keys in `qkv` do not change.
+    """Norm and rotate the queries of `qkv` `[tokens, heads + 2 kv heads, head_dim]` in place. Write
+    the normed, rotated keys and the values of `qkv` to the pool; the keys in `qkv` do not change.
     `kv`, `slots` and `kv_scales` (one scale for each head) are as in `write_kv`. `qkv` may have any
     stride between tokens.
 
@@ -125,7 +125,7 @@ def _check(
 
 
 def _reason_against(q: Tensor, kv: Tensor, kv_scales: Tensor | None) -> str | None:
-    """The reason why the kernel cannot compute with these tensors, or None."""
+    """Return the reason why the Triton kernel cannot compute with `q` and `kv`, or None."""
     if reason := reason_against_dtype(q.dtype):
         return reason
     head_dim = kv.shape[4]

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rotation and the write in Triton. A program computes some heads of one token, all of the same
-kind:
+"""The rotation of queries and keys and the KV write in Triton. A program computes some heads of one
+token, of queries, of keys or of values:
 
     of queries    normed, rotated, written back in place
     of keys       normed, rotated, written to the pool; in `qkv` they stay unrotated
     of values     written to the pool
 
-A head is in registers as two halves, because the rotation pairs an element of one half with an
-element of the other. Products are rounded where torch's operators round. So the bits equal those of
-`norm`, `rotate` and `write_kv` one after the other, except for the order of the norm's sum. The
-kernel checks only the slots, because they are on the device."""
+A head is in registers as two halves, because the rotation pairs each element of the first half with
+an element of the second. Products are rounded where torch's operators round. So the results equal
+those of `norm`, `rotate` and `write_kv` in every bit, except for the order of the norm's sum. The
+kernel checks only the slots, because the slots are on the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .elementwise_triton import weighted
 from .layer_launch import ROTARY_WARPS, rotary_constants, rotary_programs
 
 
-# Slots and positions of a step may begin at any address without compiling the kernel again.
+# The kernel is compiled once for all addresses of `slots` and `positions`.
 @triton.jit(do_not_specialize=("num_slots",), do_not_specialize_on_alignment=("slots", "positions"))
 def rotate_write_kernel(  # type: ignore[no-untyped-def]
     qkv,
@@ -48,17 +48,17 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Grid: (tokens, groups of ROWS heads). The groups of queries come first, then those of keys,
-    then those of values."""
+    """Grid: (tokens, groups of ROWS heads). Groups of queries come before groups of keys and of
+    values."""
     HALF: tl.constexpr = HEAD_DIM // 2
     Q_GROUPS: tl.constexpr = (HEADS + ROWS - 1) // ROWS
     KV_GROUPS: tl.constexpr = (KV_HEADS + ROWS - 1) // ROWS
-    # 64 bits before anything is multiplied: the pool and the rows may pass 2^31 elements.
+    # Indices are 64-bit before any product: the pool and the rows may have more than 2^31 elements.
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     is_query = group < Q_GROUPS
     is_value = group >= Q_GROUPS + KV_GROUPS
-    # The group's first head among those of its kind, and that kind's first among all.
+    # The group's first head among its queries, keys or values; these begin at head `begin` of qkv.
     first_head = tl.where(is_query, group, (group - Q_GROUPS) % KV_GROUPS) * ROWS
     begin = tl.where(is_query, 0, tl.where(is_value, HEADS + KV_HEADS, HEADS))
     head = first_head + tl.arange(0, ROWS)
@@ -78,13 +78,12 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
             weight_at = head_norms + row_at
             left = weighted(x * factor, tl.load(weight_at, mask=mask, other=0), dtype)
             right = weighted(y * factor, tl.load(weight_at + HALF, mask=mask, other=0), dtype)
-        # Loaded once for each head, from the cache: where each lane needs them, and no barrier.
+        # Each head loads its cosines and sines, from the cache and without a barrier.
         turn_at = tl.load(positions + token) * HALF + lane[None, :] + tl.zeros_like(row_at)
         cosines = tl.load(cos + turn_at, mask=mask, other=0).to(tl.float32)
         sines = tl.load(sin + turn_at, mask=mask, other=0).to(tl.float32)
         x, y = left.to(tl.float32), right.to(tl.float32)
-        # Rounded as by `mul` for the first product and `addcmul_`, which adds the second one
-        # unrounded.
+        # The first product is rounded as in torch's `mul`; `addcmul_` adds an unrounded product.
         left = ((x * cosines).to(dtype).to(tl.float32) - y * sines).to(dtype)
         right = ((y * cosines).to(dtype).to(tl.float32) + x * sines).to(dtype)
     if is_query:
@@ -101,7 +100,7 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
                 scale_at = scales + side * scale_side_stride + head * scale_head_stride
                 scale = tl.load(scale_at, mask=valid, other=1.0)
                 inverse = tl.div_rn(1.0, scale)[:, None]
-                # The device's conversion to e4m3 saturates and keeps NaN.
+                # The GPU's conversion to e4m3 saturates and keeps NaN.
                 x = (left.to(tl.float32) * inverse).to(kv.dtype.element_ty)
                 y = (right.to(tl.float32) * inverse).to(kv.dtype.element_ty)
                 tl.store(target, x, mask=mask)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""write_kv: writes new keys and values to their slots of the paged pool. For a float8 pool it
-quantises them.
+"""write_kv: writes new keys and values to slots of the paged pool, quantised if the pool is float8.
 
 The pool of one layer is `[num_blocks, 2, block_size, num_kv_heads, head_dim]`. The last stride of
-the pool is 1 and the others may be any, so it may be a view of a pool in which all layers of a
-block are contiguous. A slot is `block_id * block_size + offset`. A call must not name a slot twice,
-because it is undefined which of the two rows is written last."""
+the pool is 1 and the other strides may be any, so the pool may be a view of a pool in which all
+layers of a block are contiguous. A slot is `block_id * block_size + offset`. A call must not
+contain a slot twice, because the order in which rows are written is undefined."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from .write_kv_plain import write_kv_plain
 
 PLAIN_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TRITON_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 1024  # a program holds a whole row in registers
+MAX_HEAD_DIM = 1024  # elements of a row, which a program holds in registers
 
 
 def write_kv(
@@ -39,15 +38,15 @@ def write_kv(
 ) -> None:
     """Write row i of `k` and `v`, `[tokens, num_kv_heads, head_dim]`, to slot `slots[i]` of `kv`.
 
-    `k` and `v` may have any strides, for example as slices of a qkv tensor. A slot of -1 is not
-    written. For slots beyond the pool, the plain kernel raises KernelRefused; the Triton kernel
-    cannot report them and skips them.
+    `k` and `v` may have any strides, for example as slices of a qkv tensor. A row whose slot is -1
+    is not written. For slots beyond the pool, the plain kernel raises KernelRefused, while the
+    Triton kernel does not write the row.
 
     A float8 pool needs float32 `kv_scales`: value = stored * scale. Scales for each head, `[2,
     num_kv_heads]`, are positive and only read. Scales for each token and head, `[num_blocks, 2,
-    block_size, num_kv_heads]`, are computed from the largest finite magnitude of each row and
-    written. A number beyond the range of float8, also an infinity, becomes the end of the range.
-    NaN stays NaN.
+    block_size, num_kv_heads]`, are written by this call, computed from the largest finite magnitude
+    of each row. A number beyond the range of float8, or an infinity, becomes the largest float8
+    number of its sign. NaN stays NaN.
 
     Raises KernelRefused for arguments that do not fit together."""
     check_write(k, v, kv, slots, kv_scales)
@@ -57,7 +56,7 @@ def write_kv(
 def choose_write_kernel(
     k: torch.Tensor, kv: torch.Tensor, *, kernel: str = AUTO, strict: bool = False
 ) -> str:
-    """Choose the kernel that writes rows like `k`. Raises KernelRefused like `choose_kernel`."""
+    """Return the kernel for rows like `k`. Raises KernelRefused like `choose_kernel`."""
     return choose_kernel(kernel, kv.device, unsupported=_reason_against(k, kv), strict=strict)
 
 
@@ -122,7 +121,7 @@ def _check_tensors(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slots: to
 
 
 def _reason_against(k: torch.Tensor, kv: torch.Tensor) -> str | None:
-    """The reason why the Triton kernel cannot write rows like `k`, or None."""
+    """Return the reason why the Triton kernel cannot write rows like `k` to `kv`, or None."""
     if k.dtype not in TRITON_FLOATS:
         return f"it computes nothing in {k.dtype}"
     if kv.shape[4] > MAX_HEAD_DIM:

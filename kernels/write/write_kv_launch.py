@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launch parameters of the kernel that writes K and V.
 
-The tile is the same for all devices and dtypes. A program copies TILE elements, 16 per thread: two
-wide loads of 16-bit values. The tile is small, so that many programs run at once and hide each
-other's latency."""
+All GPUs and dtypes have the same tile. A program copies TILE elements, 16 per thread: two wide
+loads of 16-bit values. The tile is small, so that many programs run at the same time and hide the
+latency of their loads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_WARPS = 4
 
 
 def width(head_dim: int) -> int:
-    """Return the lanes of a row, a power of two; lanes beyond `head_dim` are masked."""
+    """Return the number of lanes of a row, a power of two; lanes beyond `head_dim` are masked."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
@@ -23,7 +23,7 @@ def rows_per_program(head_dim: int) -> int:
 
 
 def constants(head_dim: int, block_size: int, num_heads: int, is_given: bool) -> dict[str, object]:
-    """Return the kernel's constexpr arguments. With `is_given`, scales are read, not computed."""
+    """Return the kernel's constexpr arguments. If `is_given`, scales are read, else computed."""
     return {
         "HEADS": num_heads,
         "HEAD_DIM": head_dim,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV writes in plain torch: the reference for the Triton kernel, used if it cannot run.
+"""KV writes in plain torch: the reference for the Triton kernel, used where Triton cannot run.
 
-Plain and Triton kernel quantise by the same operations in the same order, so their results are
-equal bit for bit. The plain kernel waits for the device, because the host reads the slots to find
-the rows to write."""
+The plain and the Triton kernel quantise by the same operations in the same order, so their results
+are equal in every bit. The plain kernel waits for the device, because the host reads the slots to
+find the rows to write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ..kernel_choice import KernelRefused
 
 E4M3_MAX = 448.0
-# The smallest normal float32: its reciprocal is finite, and no device flushes it to zero.
+# The smallest normal float32, because its reciprocal is finite and no device flushes it to zero.
 SMALLEST_SCALE = 2.0**-126
 
 
@@ -24,7 +24,7 @@ def write_kv_plain(
     *,
     kv_scales: torch.Tensor | None = None,
 ) -> None:
-    """Run `write_kv.write_kv` with checked arguments. Refuses slots outside the pool."""
+    """Run `write_kv.write_kv`, checked. Raises KernelRefused for slots outside the pool."""
     num_blocks, _, block_size, _, _ = kv.shape
     lowest, highest = (int(end) for end in slots.aminmax())
     if lowest < -1 or highest >= num_blocks * block_size:
@@ -45,22 +45,23 @@ def write_kv_plain(
         else:
             scales = computed_scales(values)
             kv_scales[blocks, side, offsets] = scales
-        # Indexed as bytes: torch does not index fp8 on every device.
+        # The pool is indexed as bytes, because torch does not index fp8 on every device.
         kv.view(torch.uint8)[blocks, side, offsets] = quantised(values, scales).view(torch.uint8)
 
 
 def computed_scales(values: torch.Tensor) -> torch.Tensor:
-    """Return the scale of each row, which maps its largest finite magnitude to e4m3's largest."""
+    """Return each row's scale: its largest finite magnitude over e4m3's largest number."""
     magnitudes = values.abs()
-    # An infinity must not turn the rest of its row into zeros, and NaN must not spread.
+    # Infinities are ignored: an infinite scale would turn the row's other values into zeros.
     finite = torch.where(magnitudes < float("inf"), magnitudes, 0.0)
-    # Divided by a tensor: for a number torch on CUDA multiplies by the reciprocal, rounding twice.
+    # The divisor is a tensor: by a number, torch on CUDA multiplies by its reciprocal, rounding
+    # twice.
     largest = finite.amax(-1)
     return (largest / largest.new_full((), E4M3_MAX)).clamp(min=SMALLEST_SCALE)
 
 
 def quantised(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Convert float32 rows to e4m3 with their scales. Large numbers saturate; NaN stays."""
+    """Return float32 rows as e4m3, divided by their scales. Large numbers saturate."""
     scaled = values * (1.0 / scales).unsqueeze(-1)
-    # Clamped, because some versions of torch convert numbers beyond the range to NaN.
+    # The clamp is needed because some versions of torch convert numbers beyond the range to NaN.
     return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

@@ -3,8 +3,8 @@
 token.
 
 Rows are numbered token by token, so the rows of a program are adjacent in the source and, within a
-token, in the pool. The values of each row are read once and written once, also for float8. The
-kernel checks the slots, because they are on the device; `write_kv` has checked the other arguments.
+token, in the pool. Each row is read once and written once, also for float8. The kernel checks the
+slots, because slots are on the device; `write_kv` checks the other arguments.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def _write_rows(  # type: ignore[no-untyped-def]
     SMALLEST: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write rows of K or of V. `kv` points at the first element of K or V in the pool; `scales`
-    points at its first scale, or is None."""
+    """Write rows of K or of V. `kv` points to the first element of K or V in the pool; `scales`
+    points to the first scale of K or V, or is None."""
     dim = tl.arange(0, WIDTH)
     mask = valid[:, None] & (dim < HEAD_DIM)[None, :]
     from_rows = token * token_stride + head * source_head_stride
@@ -53,15 +53,15 @@ def _write_rows(  # type: ignore[no-untyped-def]
         if SCALES_GIVEN:
             scale = tl.load(scale_at, mask=valid, other=1.0)
         else:
-            # Neither an infinity nor NaN takes part: `<` is false for both.
+            # Infinities and NaN are excluded, because `<` is false for infinities and NaN.
             magnitudes = tl.abs(values)
             finite = tl.where(magnitudes < float("inf"), magnitudes, 0.0)
-            # Division that rounds as torch's does: plain `/` is off by up to two places.
+            # tl.div_rn rounds like torch's division; Triton's `/` is off by up to 2 ulp.
             scale = tl.div_rn(tl.max(finite, axis=1), LARGEST)
             scale = tl.maximum(scale, SMALLEST)
             scale_at += block * scale_block_stride + offset * scale_position_stride
             tl.store(scale_at, scale, mask=valid)
-        # The device's conversion to e4m3, below, saturates and keeps NaN.
+        # The GPU's conversion to e4m3, below, saturates and keeps NaN.
         values *= tl.div_rn(1.0, scale)[:, None]
     to_rows = block * block_stride + offset * position_stride + head * head_stride
     tl.store(kv + to_rows[:, None] + dim[None, :], values.to(kv.dtype.element_ty), mask=mask)
@@ -99,9 +99,9 @@ def write_kv_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Grid: (groups of ROWS rows, 2). For the second index, 0 writes K and 1 writes V."""
+    """Grid: (groups of ROWS rows, 2). Programs with a second index of 0 write K, with 1 V."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    # 64 bits before anything is multiplied: both source and pool may pass 2^31 elements.
+    # Indices are 64-bit before any product: source and pool may have more than 2^31 elements.
     token = (row // HEADS).to(tl.int64)
     head = (row % HEADS).to(tl.int64)
     slot = tl.load(slots + token, mask=token < tokens, other=-1)
@@ -192,8 +192,8 @@ def write_kv_triton(
 
 
 def _scale_strides(kv_scales: torch.Tensor | None) -> tuple[int, ...]:
-    """Return the strides of the scales by block, K or V, position, and head; 0 if the scales have
-    no such dimension."""
+    """Return the strides of the scales by block, K or V, position, and head; a stride is 0 for a
+    dimension that the scales do not have."""
     if kv_scales is None:
         return (0, 0, 0, 0)
     if kv_scales.ndim == 2:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text and tokenizer of the embedded model: CPython's documentation and docstrings.
 
-The module turns a documentation tree (reStructuredText sources) and the docstrings of the standard
-library that runs this script into plain documents, holds out whole topics, writes short
+The module makes plain documents from a documentation tree (reStructuredText sources) and from the
+docstrings of the running Python's standard library. The module holds out whole topics, makes short
 question-and-answer chats from the docstrings, and trains the tokenizer.
 
-The network and the training schedule are elsewhere. The caller names a directory, and nothing is
-downloaded. The RST cleaning is light: tables and rare directives stay as they are written."""
+Nothing is downloaded: the caller names the folder of the documentation. The RST is cleaned only
+partly: tables and rare directives are not changed."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-# Directives whose whole block says nothing to a reader of plain text.
+# Directives whose whole block is dropped, because it has no meaning in plain text.
 DROPPED = re.compile(
     r"index|(py:)?(current)?module|(module|section)author|tabularcolumns|toctree|(literal)?include|"
     r"highlight|audit-event(-table)?|test(setup|cleanup)|contents|image|figure|program|"
     r"limited-api-list|miscnews|raw"
 )
-# Directives that only frame a block: the block is kept, the directive's line is dropped.
+# Directives whose line is dropped, while the block below is kept.
 FRAMES = re.compile(
     r"(code-block|sourcecode|doctest|test(code|output)|parsed-literal|only|(list-)?table|"
     r"glossary|epigraph|sidebar|productionlist)"
 )
-# Credits are names of people, which are noise for a language model of this size.
+# Credits are dropped: a small language model learns nothing from names of authors.
 CREDIT = re.compile(
     r"\s*\((?:Contributed|Patch|Written|Implemented|Suggested)\b[^()]*(?:\([^()]*\)[^()]*)*\)"
 )
@@ -64,12 +64,12 @@ LABELS = {
     "availability": "Availability:",
 }
 
-# Standard-library folders that hold tests, generated data or text of another origin.
+# Folders of the standard library that contain tests, generated data or texts of other projects.
 SKIPPED_PARTS = re.compile(
     r"tests?|idle_test|site-packages|pydoc_data|lib2to3|encodings|_vendor|config-.*"
 )
 
-# Pages of legal text and tables of contents, which teach a language model nothing.
+# Pages of legal text and tables of contents, which are useless for training.
 SKIPPED_PAGES = {"license", "copyright", "contents", "distributing/index", "installing/index"}
 
 SYSTEM_TEXTS = (
@@ -96,7 +96,7 @@ class Document:
 
 
 def clean_inline(text: str) -> str:
-    """Replace RST roles, links and emphasis by the words that a reader would see."""
+    """Return `text` with RST roles, links and emphasis replaced by their visible words."""
     text = CREDIT.sub("", text)
     text = re.sub(r":[a-z0-9:+-]+:`[!~]?([^`<]*?)\s*<[^`>]*>`", r"\1", text)
     text = re.sub(r":(func|meth|c:func|py:meth):`[!~]?([^`]*?)(\(\))?`", r"\2()", text)
@@ -113,7 +113,7 @@ def clean_inline(text: str) -> str:
 
 
 def directive_line(indent: str, name: str, rest: str) -> str | None:
-    """The plain line that replaces a directive that is kept, or None for no line."""
+    """Return the plain line that replaces the line of a directive, or None for no line."""
     if name in LABELS:
         ending = ":" if name.startswith(("version", "deprec")) else ""
         return f"{indent}{LABELS[name]} {rest}{ending}".rstrip()
@@ -126,7 +126,7 @@ def directive_line(indent: str, name: str, rest: str) -> str | None:
 
 
 def cleaned_lines(lines: list[str]) -> Iterator[str]:
-    """Walk over RST lines; drop noise blocks, turn directives and headings into plain lines."""
+    """Yield RST lines without dropped blocks, and with plain lines in place of directives."""
     dropping: int | None = None
     options = False
     for line in lines:
@@ -152,7 +152,7 @@ def cleaned_lines(lines: list[str]) -> Iterator[str]:
 
 
 def mark_headings(text: str) -> str:
-    """Turn underlined headings into `#` headings, which cost fewer tokens."""
+    """Return `text` with `#` headings, which need fewer tokens, in place of underlined headings."""
     marks = {"=": "#", "*": "#", "#": "#", "-": "##"}
 
     def heading(found: re.Match[str]) -> str:
@@ -164,7 +164,7 @@ def mark_headings(text: str) -> str:
 
 
 def clean_rst(source: str) -> str:
-    """Plain, readable text of one RST file."""
+    """Return the plain text of one RST file."""
     lines = source.replace("\r", "").expandtabs(8).split("\n")
     text = clean_inline(mark_headings("\n".join(cleaned_lines(lines))))
     text = re.sub(r"[ \t]+$", "", text, flags=re.M)
@@ -172,10 +172,10 @@ def clean_rst(source: str) -> str:
 
 
 def documentation(root: Path) -> Iterator[Document]:
-    """Every RST source below `root`, cleaned, in a fixed order."""
+    """Yield every RST source below `root`, cleaned, in a fixed order."""
     for path in sorted([*root.rglob("*.rst"), *root.rglob("*.rst.txt")]):
         name = path.relative_to(root).as_posix().split("_sources/")[-1].split(".rst")[0]
-        # A module's manual page and its docstrings have the same topic: both are held out together.
+        # A module's manual page and docstrings have the same topic, and are held out together.
         folder, _, stem = name.partition("/")
         topic = re.split(r"[.-]", stem)[0] if folder == "library" else name
         text = clean_rst(path.read_text(encoding="utf-8", errors="ignore"))
@@ -207,7 +207,7 @@ def walk_docstrings(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, st
 
 
 def chats(module: str, entries: list[tuple[str, str, str]]) -> Iterator[Document]:
-    """Short chats in the form of the chat template, each with one question or two."""
+    """Yield short chats in the form of the chat template, with one question or two each."""
     turns: list[str] = []
     dice = random.Random(module)
     for name, _, text in entries:
@@ -224,7 +224,7 @@ def chats(module: str, entries: list[tuple[str, str, str]]) -> Iterator[Document
 
 
 def standard_library() -> Iterator[Document]:
-    """The docstrings of each standard-library module as one document, and chats made from them."""
+    """Yield the docstrings of each standard-library module as a document, and chats about them."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -245,13 +245,13 @@ def standard_library() -> Iterator[Document]:
 
 
 def is_held_out(topic: str, share: float) -> bool:
-    """Whether a topic is held out. A hash of its name decides, the same on every machine."""
+    """Whether a topic is held out: decided by a hash of its name, so that all machines agree."""
     number = int.from_bytes(hashlib.sha256(f"held-out:{topic}".encode()).digest()[:4], "big")
     return number / 2**32 < share
 
 
 def gather(docs: Path | None, share: float) -> tuple[list[Document], list[Document]]:
-    """All documents, split into training documents and held-out documents (without chats)."""
+    """Return the training documents and the held-out documents; the latter have no chats."""
     everything = [*(documentation(docs) if docs else ()), *standard_library()]
     train = [d for d in everything if not is_held_out(d.topic, share)]
     held = [d for d in everything if is_held_out(d.topic, share) and not d.name.startswith("chat:")]
@@ -260,8 +260,7 @@ def gather(docs: Path | None, share: float) -> tuple[list[Document], list[Docume
 
 
 def train_tokenizer(documents: list[Document], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer, trained on the documents; the special tokens have the first
-    ids."""
+    """Return a byte-level BPE tokenizer, trained on the documents, with special tokens first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()

@@ -2,10 +2,10 @@
 """A plain PyTorch Llama with the parameter names of Hugging Face's implementation.
 
 A state dict of this module is a valid weight file for `LlamaForCausalLM` with tied embeddings, so
-that the export renames nothing.
+the export does not rename weights.
 
-Optimisers, data, tokenizers, key-value caches and sampling are elsewhere. The module computes
-losses for training and for the held-out evaluation, and writes weights."""
+The module computes losses for training and for the held-out evaluation, and writes weights. The
+module has no key-value cache and no sampling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-# Ranges of positions; the evaluation gives a loss for each.
+# Ranges of positions for which the evaluation reports separate losses.
 BUCKETS = ((0, 512), (512, 1024), (1024, 2048), (2048, 4096))
 
 
@@ -41,7 +41,7 @@ class Shape:
     rms_norm_eps: float = 1e-5
 
     def check(self) -> None:
-        """Raises ValueError for sizes that do not fit together."""
+        """Raise ValueError for sizes that do not fit together."""
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError("The query heads must be a multiple of the key-value heads.")
         if self.head_dim % 2:
@@ -54,7 +54,7 @@ class Shape:
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             **asdict(self),
-            # Older readers need the flat key and newer ones the nested key; both are given.
+            # Old versions of transformers read the flat RoPE key, new versions `rope_parameters`.
             "rope_parameters": rope,
             "rope_scaling": None,
             "hidden_act": "silu",
@@ -67,15 +67,15 @@ class Shape:
             "use_cache": True,
             "bos_token_id": eos_id,
             "eos_token_id": eos_id,
-            # The type to compute in. The weights are kept in bfloat16, but so small a model gains
-            # nothing by computing in it, and float32 gives the same text on every machine.
+            # The type of computations: float32 gives the same text on every machine, and the
+            # bfloat16 of the stored weights would not make so small a model faster.
             "dtype": "float32",
             "torch_dtype": "float32",
         }
 
 
 def rope_tables(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine tables of shape (length, head_dim) in the half-split layout of Llama."""
+    """Return cosine and sine tables of shape (length, head_dim) in Llama's half-split layout."""
     exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
     angles = torch.outer(torch.arange(length, dtype=torch.float64), shape.rope_theta**-exponent)
     both = torch.cat([angles, angles], dim=-1)
@@ -83,7 +83,7 @@ def rope_tables(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions to `x`, of shape (batch, heads, length, head_dim)."""
+    """Return `x`, of shape (batch, heads, length, head_dim), rotated by its positions."""
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
@@ -181,7 +181,7 @@ class Trunk(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole network. The embedding matrix is the output matrix too, so there is no lm_head."""
+    """The whole network. The embedding matrix is also the output matrix, so there is no lm_head."""
 
     cos: Tensor
     sin: Tensor
@@ -197,8 +197,7 @@ class Llama(nn.Module):
         self._initialise(torch.Generator().manual_seed(seed))
 
     def _initialise(self, generator: torch.Generator) -> None:
-        """Draw normal weights of standard deviation 1/sqrt(fan-in), smaller for residual
-        outputs."""
+        """Draw normal weights of standard deviation 1/sqrt(fan-in); less for residual outputs."""
         for name, weight in self.named_parameters():
             if weight.dim() < 2:
                 continue
@@ -208,7 +207,7 @@ class Llama(nn.Module):
             nn.init.normal_(weight, 0.0, width, generator=generator)
 
     def forward(self, ids: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        """Cross-entropy in nats of `targets` given `ids`, both of shape (batch, length)."""
+        """Return the cross-entropy in nats of `targets` given `ids`, each (batch, length)."""
         length = ids.size(1)
         hidden = self.model(ids, self.cos[:length], self.sin[:length])
         logits = F.linear(hidden, self.model.embed_tokens.weight).float()
@@ -216,16 +215,16 @@ class Llama(nn.Module):
         return loss if reduction == "mean" else loss.view_as(targets)
 
     def count(self) -> int:
-        """The number of parameters; the matrix of the embedding and the output counts once."""
+        """Return the number of parameters; the shared embedding and output matrix counts once."""
         return sum(p.numel() for p in self.parameters())
 
     def rounded(self) -> dict[str, Tensor]:
-        """The weights as shipped: in bfloat16, under their Hugging Face names."""
+        """Return the weights as they are shipped: in bfloat16, with Hugging Face names."""
         return {n: p.detach().bfloat16().contiguous() for n, p in self.named_parameters()}
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file beside `path`, then rename it, so that a reader never sees half a file."""
+    """Write a file in the folder of `path`, then rename it, so that `path` is always complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".part")
     write(beside)
@@ -241,9 +240,9 @@ def save_weights(path: Path, weights: dict[str, Tensor], metadata: dict[str, str
 
 @torch.no_grad()
 def evaluate(model: Llama, stream: Tensor, text_bytes: int) -> dict[str, Any]:
-    """Bits per byte of a token stream of `text_bytes` bytes, and the loss by position. The stream
-    is read in windows of the longest length, with the rounded weights that are shipped. The last
-    window may be shorter; then it does not count for the losses by position."""
+    """Return the bits per byte of a token stream of `text_bytes` bytes, and the losses by position.
+    The stream is evaluated in windows of the longest length, with the rounded weights that are
+    shipped. A shorter last window does not count for the losses by position."""
     length = model.shape.max_position_embeddings
     shipped = Llama(model.shape)
     shipped.load_state_dict({name: weight.float() for name, weight in model.rounded().items()})

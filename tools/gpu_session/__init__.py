@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of `tools/on_gpu.py`. They import only the standard library."""
+"""The modules of `tools/on_gpu.py`, which import only the standard library."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment of the commands of `tools/on_gpu.py`: path, carried wheels, commit, GPU.
 
-Nothing is installed: this checkout of StrataKV is put on the Python path, and wheels of packages
-that the machine lacks are unpacked into a temporary folder on that path."""
+Nothing is installed: the Python path contains this checkout of StrataKV, and a temporary folder
+into which wheels of missing packages are unpacked."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from typing import Any
 
 from .steps import ROOT
 
-# Modules of packages that StrataKV needs and a plain machine with torch and a GPU lacks. The
-# CARRIED must be brought along; tests and benchmarks of the GPU run without the others.
+# Modules that StrataKV needs and that a machine with torch and a GPU may lack. Wheels of the
+# CARRIED are required; GPU tests and benchmarks run without the modules NOT_THERE.
 CARRIED = ("cbor2", "lmdb", "msgspec", "zmq")
 NOT_THERE = (
     "check_jsonschema", "fastapi", "grpc_health", "grpc_reflection", "grpc_tools",
     "kubernetes_validate", "llguidance", "openai", "pydantic", "starlette", "trustme", "uvicorn",
     "xgrammar", "zstandard",
 )  # fmt: skip
-# Names the commit if the checkout has no .git; benchmarks/harness/report.py reads it.
+# The variable with the commit of a checkout without .git; benchmarks/harness/report.py reads it.
 COMMIT_VARIABLE = "STRATAKV_COMMIT"
 _COMMIT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._/-]{0,63}")
 
 
 class WrongUse(Exception):
-    """The step cannot begin; the text says what to do."""
+    """The step cannot begin; the message says how to fix the call or the machine."""
 
 
 def prepare(
     work: Path, wheels: Path | None, *, is_rehearsal: bool, commit: str = ""
 ) -> tuple[dict[str, str], list[str]]:
-    """The environment variables of a command, and the wheels that are on its Python path."""
+    """Return the environment variables of a command, and the wheels on its Python path."""
     names = work / "names"
     names.mkdir()
     (names / "stratakv").symlink_to(ROOT, target_is_directory=True)
@@ -94,14 +94,14 @@ def unpack_wheels(folder: Path, target: Path) -> list[str]:
 
 
 def check_names(path: Path, names: Sequence[str]) -> None:
-    """Raises WrongUse for a file name that leads out of the target folder."""
+    """Raise WrongUse for a file name that is outside of the target folder."""
     for name in names:
         if name.startswith("/") or ".." in Path(name).parts:
             raise WrongUse(f"{path} has a file {name!r}, which no wheel has; it is not unpacked")
 
 
 def fits(rest: str) -> bool:
-    """Whether a wheel whose name ends in VERSION-PYTHON-ABI-PLATFORM.whl runs on this machine."""
+    """Whether a wheel runs on this machine; `rest` is VERSION-PYTHON-ABI-PLATFORM of its name."""
     words = rest.removesuffix(".whl").split("-")[-3:]
     if len(words) != 3:
         return False
@@ -115,8 +115,8 @@ def fits(rest: str) -> bool:
     return is_python and platform.machine() in platforms
 
 
-# The first command on the machine should fail on a hidden package as on a missing one. So the
-# finder for files is replaced: a finder that raises would make `find_spec` fail, too.
+# A rehearsal hides packages, so that an import fails as on a machine without these packages. The
+# finder for files is replaced, because a finder that raises would also make `find_spec` fail.
 HIDING = '''\
 """Written by tools/on_gpu.py: hides packages that a machine with a GPU has not got."""
 import sys
@@ -133,7 +133,7 @@ sys.meta_path = [Hiding if each is PathFinder else each for each in sys.meta_pat
 
 
 def check_modules(environment: dict[str, str]) -> None:
-    """Raises WrongUse if a module that must be carried is missing."""
+    """Raise WrongUse if a module of CARRIED is missing."""
     looks = f"import importlib.util as u; print([n for n in {CARRIED!r} if not u.find_spec(n)])"
     missing = json.loads(ask_python(looks, environment).replace("'", '"'))
     if missing:
@@ -144,14 +144,14 @@ def check_modules(environment: dict[str, str]) -> None:
 
 
 def bench_sections(environment: dict[str, str]) -> list[str]:
-    """The names of the sections of this checkout's `bench gpu`. Raises WrongUse."""
+    """Return the names of the sections of `stratakv bench gpu`. Raises WrongUse."""
     looks = "import json; from stratakv.benchmarks.gpu import NAMES; print(json.dumps(NAMES))"
     names: list[str] = json.loads(ask_python(looks, environment))
     return names
 
 
 def check_gpu(environment: dict[str, str]) -> str:
-    """The GPU's name. Raises WrongUse if torch sees no GPU."""
+    """Return the GPU's name. Raises WrongUse if torch finds no GPU."""
     looks = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
     name = ask_python(looks, environment)
     if not name:
@@ -163,7 +163,7 @@ def check_gpu(environment: dict[str, str]) -> str:
 
 
 def ask_python(code: str, environment: dict[str, str]) -> str:
-    """Run a line of Python; return what it prints. Raises WrongUse if it fails."""
+    """Run Python code in a process; return its output. Raises WrongUse if the code fails."""
     words = [sys.executable, "-P", "-c", code]
     try:
         done = subprocess.run(
@@ -184,8 +184,8 @@ def ask_python(code: str, environment: dict[str, str]) -> str:
 
 
 def find_commit(given: str | None) -> str:
-    """The commit of this checkout: `given`, or what git says; empty if git does not know. Raises
-    WrongUse for a `given` text that cannot name a commit."""
+    """Return the commit of this checkout: `given`, or the commit that git reports, or "". Raises
+    WrongUse if `given` is no name of a commit."""
     if given is not None:
         if not _COMMIT.fullmatch(given):
             raise WrongUse(
@@ -201,7 +201,7 @@ def find_commit(given: str | None) -> str:
 
 
 def machine(environment: dict[str, str], *, is_rehearsal: bool) -> dict[str, Any]:
-    """The machine and the commit of the results, without any host name or user name."""
+    """Return properties of the machine and the commit, without any host name or user name."""
     return {
         "device": "none: a rehearsal" if is_rehearsal else check_gpu(environment),
         "python": platform.python_version(),

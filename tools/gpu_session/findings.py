@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings of the step `first`: wrong tokens, bytes or order, after which measuring is useless.
+"""Findings of the step `first`: wrong tokens, bytes or order, with which measurements are useless.
 
-`tools/gpu_tokens.py` marks its wrong results in its JSON. A test's failed comparison or access out
-of bounds counts as wrong, except for failed comparisons of the tests in `NOT_ABOUT_BYTES`."""
+`tools/gpu_tokens.py` marks wrong results in its JSON. A failed comparison of a test, or an access
+out of bounds, is wrong too, except for failed comparisons of the tests in `NOT_ABOUT_BYTES`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from xml.etree import ElementTree
 from .running import FAILED, OK, Outcome
 from .steps import KERNELS, ORDER, TOKENS
 
-# These errors come from a wrong address and leave the device unusable.
+# Errors that are caused by a wrong address and leave the device unusable.
 WRONG_ADDRESS = re.compile(
     r"illegal memory access|misaligned address|device-side assert|illegal instruction", re.I
 )
-# The report file of each command.
+# Each command's file of results.
 REPORTS = {TOKENS: "tokens.json", ORDER: "junit.xml", KERNELS: "junit.xml"}
 _COMPARISON = re.compile(r"assert\b|AssertionError")
-# test → why a failed comparison in it means no wrong byte
+# test → the reason why its failed comparisons mean no wrong byte
 NOT_ABOUT_BYTES = {
     "test_the_pool_is_sized_by_what_is_left": "others hold memory meanwhile",
     "test_without_the_events_the_fault_is_seen": "beside others the planted fault may not show",
@@ -48,7 +48,7 @@ class Failure(NamedTuple):
 
 
 def find_wrong(results: Path, outcomes: Sequence[Outcome]) -> list[str]:
-    """Each failure of kind WRONG, with the name of its command."""
+    """Return each failure of kind WRONG, with the name of its command."""
     return [
         f"{outcome.name}: {failure.text}"
         for outcome in outcomes
@@ -58,8 +58,8 @@ def find_wrong(results: Path, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def find_unproven(results: Path, outcomes: Sequence[Outcome]) -> list[str]:
-    """The commands that should have shown tokens, bytes and order to be right and did not, each
-    with the known reason. A command whose failures are all excused has shown it."""
+    """Return a sentence for each command that did not prove tokens, bytes and order to be right. A
+    command whose failures are all EXCUSED has proved it."""
     found = []
     for outcome in outcomes:
         if outcome.name not in REPORTS or outcome.result == OK:
@@ -73,8 +73,8 @@ def find_unproven(results: Path, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def read_failures(results: Path, name: str) -> list[Failure] | None:
-    """The failures in a command's report; None if the report cannot be read. Commands without an
-    entry in REPORTS have no failures."""
+    """Return the failures in a command's report; None if the report cannot be read. Commands
+    without an entry in REPORTS have no failures."""
     if name not in REPORTS:
         return []
     path = results / name / REPORTS[name]
@@ -109,8 +109,8 @@ def _tests(path: Path) -> Iterator[Failure]:
 
 
 def advice(wrong: Sequence[str], unproven: Sequence[str], sanitize: str) -> list[str]:
-    """The last lines that `first` prints: whether to run `figures` next. `sanitize` is the command
-    to run instead."""
+    """Return the last lines that `first` prints: whether to run `figures` next, or the command
+    `sanitize` instead."""
     if wrong:
         return [
             f"WRONG: {'; '.join(wrong[:5])}" + (f"; and {len(wrong) - 5} more" * (len(wrong) > 5)),

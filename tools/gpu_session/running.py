@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running of a step's commands: process groups, their limits, logs, and the archive of results.
+"""Runs a step's commands, with process groups, time limits and logs, and archives the results.
 
-The archive is replaced after every command by a rename, so a step that is cut off keeps the results
-of the commands that had ended."""
+A rename replaces the archive after every command, so the results of ended commands are kept if the
+step is interrupted."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from typing import Any
 
 from .steps import Command, Group
 
-GRACE_SECONDS = 10.0  # from the first signal to SIGKILL, for a whole process group
-MARGIN_SECONDS = 25.0  # a benchmark starts nothing new in these last seconds of its limit,
-MARGIN_SHARE = 0.25  # or in this share of its limit, if that is shorter
+GRACE_SECONDS = 10.0  # from the first signal to a process group until SIGKILL
+MARGIN_SECONDS = 25.0  # a benchmark starts no new case in the last MARGIN_SECONDS
+MARGIN_SHARE = 0.25  # or the last MARGIN_SHARE of its limit, whichever is shorter
 LOOK_SECONDS = 0.05
-# Bytes of a log. On a device every thread prints a failed assertion.
+# Limits of a log, because a failed assertion on a GPU is printed by every thread.
 MOST_LOG_BYTES, KEPT_LOG_BYTES = 8 << 20, 2 << 20
-MOST_FILE_BYTES = 8 << 20  # a larger result file is left out of the archive
+MOST_FILE_BYTES = 8 << 20  # larger result files are not archived
 OK, FAILED, TIMED_OUT, LEFT_OUT, CUT_OFF = "ok", "failed", "timed out", "left out", "cut off"
 
 
@@ -65,7 +65,7 @@ class Running:
         self, command: Command, limit: float, results: Path, environment: Mapping[str, str]
     ) -> None:
         self.command = command
-        # At SIGINT pytest writes the results so far; at SIGTERM it writes nothing.
+        # After SIGINT, pytest writes its results so far; after SIGTERM, nothing.
         self.gentle = signal.SIGINT if "pytest" in command.words else signal.SIGTERM
         self.out = results / command.name
         self.out.mkdir()
@@ -83,11 +83,11 @@ class Running:
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
-        # A core file of a process that imports torch has hundreds of megabytes.
+        # No core files, because the core of a process with torch has hundreds of megabytes.
         resource.prlimit(self.process.pid, resource.RLIMIT_CORE, (0, 0))
 
     def look(self) -> str | None:
-        """The command's result; None while the command runs within its limit."""
+        """Return the command's result; None while the command runs within its limit."""
         status = self.process.poll()
         if status is not None:
             return FAILED if status else OK
@@ -137,8 +137,8 @@ def run_group(
     group: Group, step: Step, results: Path, archive: Path, environment: Mapping[str, str],
     seconds: float,
 ) -> None:  # fmt: skip
-    """Run commands side by side. A command that fails or reaches its limit does not end the others;
-    an interrupt ends all of them."""
+    """Run commands at the same time. A failed command, or one that reaches its limit, does not end
+    other commands; an interrupt ends all."""
     running: list[Running] = []
 
     def note(each: Running, result: str) -> None:
@@ -151,8 +151,7 @@ def run_group(
     try:
         for command in group:
             limit = min(command.seconds, seconds)
-            # The processes are started one by one, so that those started are ended if the next
-            # fails.
+            # Processes start one by one, so that earlier ones are ended if a later start fails.
             running.append(Running(command, limit, results, environment))
         while running:
             ended = [(each, result) for each in running if (result := each.look()) is not None]
@@ -162,15 +161,15 @@ def run_group(
                 time.sleep(LOOK_SECONDS)
     finally:
         for each in running:
-            each.signal(each.gentle)  # all get the signal at once, so that they end side by side
+            each.signal(each.gentle)  # all are signalled first, so that all end at the same time
         while running:
             note(running[0], CUT_OFF)
 
 
 @contextmanager
 def hearing_interrupts() -> Iterator[None]:
-    """Let processes that start inside this context receive SIGINT: a shell makes its background
-    commands, and all that these start, ignore it. For the main thread only."""
+    """Let processes that start inside the context receive SIGINT, which a shell's background
+    commands and their children ignore. For the main thread only."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -187,7 +186,7 @@ def last_line_of(log: Path) -> str:
 
 
 def shorten(log: Path) -> None:
-    """Cut out the middle of a log that is too large for the archive."""
+    """Remove the middle of a log that is too large for the archive."""
     size = log.stat().st_size
     if size <= MOST_LOG_BYTES:
         return
@@ -200,8 +199,8 @@ def shorten(log: Path) -> None:
 
 
 def pack(step: Step, results: Path, archive: Path) -> None:
-    """Write the archive anew, with the folders of the commands that have ended. Files larger than
-    MOST_FILE_BYTES are left out, and the step's notes name them."""
+    """Replace the archive by one with the folders of all ended commands. Files larger than
+    MOST_FILE_BYTES are left out and named in the step's notes."""
     large = sorted(
         f"{path.relative_to(results)} has {path.stat().st_size} bytes and was left out"
         for path in results.rglob("*")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of `tools/on_gpu.py`: each step's commands, in groups, and their shares of the loan.
+"""Steps of `tools/on_gpu.py`: each step's commands, in groups, and the time limit of each command.
 
-A loan is the time for which the GPU machine is lent. The commands of a group run side by side, and
-the groups one after the other. All seconds below are for a loan of `LENT_SECONDS`; `groups_of`
-scales them to another length."""
+A loan is the time for which the GPU machine is lent. The commands of a group run at the same time,
+and the groups one after the other. All seconds in this file are for a loan of `LENT_SECONDS`;
+`groups_of` scales the seconds for another length."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LENT_SECONDS = 900.0
-# The machine's start takes 60 to 90 s of the loan; these two steps use all of the rest.
+# The steps `first` and `figures` fill a loan, of which the machine's start takes 60 to 90 s.
 STEP_SECONDS = {"first": 280.0, "figures": 440.0}
-# The machine ends a command after ten minutes, which include the transfer of its files.
+# The machine ends a command after ten minutes, including the transfer of files.
 LATER_SECONDS = 570.0
 STEPS = ("first", "figures", "probe", "tests", "bench", "full", "sanitize")
 
 GPU_TESTS = ("kernels", "connector/device", "engine/worker", "benchmarks/gpu")
-# Tests of streams, events and graphs depend on the order of work on the device. So in the step
-# `tests` no other tests run beside them.
+# Tests of streams, events and graphs, which depend on the order of work on the GPU. In the step
+# `tests`, ALONE_TESTS run alone.
 ALONE_TESTS = (
     "kernels/test_stream_order.py",
     "kernels/test_graph_capture.py",
@@ -29,14 +29,14 @@ ALONE_TESTS = (
     "engine/worker/test_on_gpu.py",
 )
 SANITIZER_TESTS = "kernels/test_sanitizer.py"
-# In `first` three processes share the device's memory. These tests check copies and their order:
+# Tests of copies and their order, for `first`, in which three processes share the GPU's memory.
 ORDER_TESTS = (
     "connector/device/test_cuda_gpu.py",
     "kernels/test_copy_engine.py",
     "kernels/test_stream_order.py",
     "engine/worker/test_on_gpu.py",
 )
-# Kernels at the sizes of real models, in CUDA graphs, and kernels that move bytes.
+# Tests of kernels at the sizes of real models, of CUDA graphs, and of kernels that move bytes.
 KERNEL_TESTS = (
     "kernels/test_large_batches.py",
     "kernels/test_graph_capture.py",
@@ -50,8 +50,8 @@ SANITIZE_FIRST = "sanitize-decode-write"
 
 @dataclass(frozen=True)
 class Command:
-    """A process of a step. In `words`, `{out}` stands for the folder of its results, and
-    `{seconds}` for the time after which it should start nothing new."""
+    """A process of a step. In `words`, `{out}` stands for the folder of results, and `{seconds}`
+    for the time after which the process should start no new work."""
 
     name: str
     words: tuple[str, ...]
@@ -62,14 +62,14 @@ Group = tuple[Command, ...]
 
 
 def seconds_of(step: str, lent: float) -> float:
-    """The limit of a whole step in seconds, for a loan of `lent` seconds."""
+    """Return the time limit of a whole step in seconds, for a loan of `lent` seconds."""
     return STEP_SECONDS.get(step, LATER_SECONDS) * lent / LENT_SECONDS
 
 
 def groups_of(
     step: str, *, is_rehearsal: bool, lent: float = LENT_SECONDS, peers: str | None = None
 ) -> list[Group]:
-    """The commands of a step, in groups, with limits for a loan of `lent` seconds."""
+    """Return the commands of a step, in groups, with time limits for a loan of `lent` seconds."""
     share = lent / LENT_SECONDS
     return [
         tuple(replace(each, seconds=each.seconds * share) for each in group)
@@ -78,13 +78,13 @@ def groups_of(
 
 
 def sections_of(command: Command) -> list[str]:
-    """The sections of `bench gpu` that a command runs; an empty list for any other command."""
+    """Return the sections of `bench gpu` that a command runs; empty for any other command."""
     words = command.words
     return words[words.index("--sections") + 1].split(",") if "--sections" in words else []
 
 
 def bench(sections: str, seconds: float, *options: str) -> Command:
-    """A command that runs these sections of `stratakv bench gpu`."""
+    """Return a command that runs `sections` of `stratakv bench gpu`."""
     words = ("-m", "stratakv.engine.cli.main", "bench", "gpu", "--sections", sections)
     return Command(
         "bench-" + sections.split(",")[0].replace(" ", "-"),
@@ -94,8 +94,8 @@ def bench(sections: str, seconds: float, *options: str) -> Command:
 
 
 def pytest_of(name: str, places: Sequence[str], seconds: float, *options: str) -> Command:
-    """A command that runs the GPU tests below some files or folders. A module that cannot be
-    imported does not stop the others."""
+    """Return a command that runs the GPU tests in files or folders. If a module cannot be imported,
+    the tests of other modules still run."""
     words = ("-m", "pytest", "-m", "gpu", "-c", str(ROOT / "pyproject.toml"), "-q", "-ra")
     report = (
         "-p",
@@ -120,8 +120,8 @@ def _tiny(is_rehearsal: bool) -> tuple[str, ...]:
 
 
 def _many(is_rehearsal: bool, processes: int, most_failures: int) -> tuple[str, ...]:
-    """pytest-xdist options that spread single tests over processes: hundreds of kernels take a
-    second or two each to compile, and one file has more of them than all others together."""
+    """Return pytest-xdist options that distribute single tests over processes, because compiling a
+    kernel takes seconds and one file of tests has most of the hundreds of kernels."""
     options = ("-n", str(processes), "--dist", "worksteal", "--maxfail", str(most_failures))
     return () if is_rehearsal else options
 
@@ -137,7 +137,7 @@ def _first(is_rehearsal: bool, _peers: str | None) -> Iterator[Group]:
 
 
 def _figures(is_rehearsal: bool, _peers: str | None) -> Iterator[Group]:
-    """The commands that measure, the most important first."""
+    """Yield the commands that measure, the most important first."""
     quick = ("--quick", *_tiny(is_rehearsal))
     yield (bench("copy device,engine-phases", 130, *quick),)
     yield (bench("decode,prefill", 95, *quick),)
@@ -174,8 +174,8 @@ def _full(is_rehearsal: bool, peers: str | None) -> Iterator[Group]:
 
 
 def _sanitize(_is_rehearsal: bool, _peers: str | None) -> Iterator[Group]:
-    """The tests of the decode and write kernels first: they fit into the time that `first`
-    leaves."""
+    """Yield the sanitizer's commands, first the tests of decode and write kernels, which fit into
+    the rest of a loan after `first`."""
     chosen = "decode or write"
     yield (pytest_of(SANITIZE_FIRST, [SANITIZER_TESTS], 200, "-k", chosen),)
     yield (pytest_of("sanitize-rest", [SANITIZER_TESTS], 360, "-k", f"not ({chosen})"),)

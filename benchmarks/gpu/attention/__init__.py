@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention kernels and KV writes, compared with those of other projects."""
+"""The sections for KV writes and attention kernels, also compared with other projects' kernels."""

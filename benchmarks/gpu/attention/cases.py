@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random batches for attention over the paged pool, the same for decode, prefill and peers.
+"""Random batches for attention over the paged pool, for the sections of decode, prefill and peers.
 
-If every request of a case has one new token, the case is a decode. The pool has several layers, as
-the engine's has: a block holds its layers one after the other. Each launch reads another layer, and
-all layers together do not fit into the level-2 cache. Block ids are in random order."""
+If every request of a case has one new token, the case is a decode. As in the engine's pool, a block
+contains several layers, one after the other. Each launch reads another layer, and all layers
+together do not fit into the level-2 cache. Block ids are in random order."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from ....kernels.attention.split_plan import PlanArray, SplitPlan
 from ....kernels.kernel_choice import TRITON
 from ..section import Launch, Place, Row, Timing, check_close, time_launches
 
-COLD_BYTES = 256 * 2**20  # of all layers together: about four times the level-2 cache of an H200
+COLD_BYTES = 256 * 2**20  # least bytes of all layers: about four times the level-2 cache of an H200
 MAX_LAYERS = 64
 FP8 = torch.float8_e4m3fn
-FP8_SPREAD = 64.0  # standard deviation of stored values; scales of its inverse bring it back to 1
-FILLED_AT_ONCE = 2**27  # elements drawn in float32 at a time, before they become float8
-# In units of the row's root mean square: result and reference are both rounded to 16 bits.
+FP8_SPREAD = 64.0  # standard deviation of stored float8 values; scales are about its inverse
+FILLED_AT_ONCE = 2**27  # random float32 elements that are converted to float8 at a time
+# The largest difference of 16-bit results and references, in units of a row's root mean square.
 TOLERANCE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A shape to measure. The defaults are those of the targets: 32 heads over 8 KV heads."""
+    """A shape to measure. The defaults are the shape of the targets: 32 heads over 8 KV heads."""
 
     name: str
-    chunks: tuple[tuple[int, int], ...]  # of each request: new tokens, and tokens before them
+    chunks: tuple[tuple[int, int], ...]  # (new tokens, tokens before the new tokens) per request
     group: int = 4
     kv_heads: int = 8
     head_dim: int = 128
@@ -49,7 +49,7 @@ class Case:
     scales: str = ""  # "head" or "token" for a float8 pool
     window: int | None = None
     softcap: float | None = None
-    table_tokens: int = 0  # width of the block table in tokens, if wider than needed
+    table_tokens: int = 0  # width of the block table in tokens, if it is wider than needed
 
     @property
     def is_decode(self) -> bool:
@@ -73,12 +73,12 @@ class Case:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token in one layer, without scales."""
+        """The bytes of K and V of one token in one layer, without scales."""
         return 2 * self.kv_heads * self.head_dim * self.pool_dtype.itemsize
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of K and V that must be read at least once; a decode moves hardly anything else."""
+        """The bytes of K and V, read once, which are nearly all the memory traffic of a decode."""
         reach = [
             before + new if self.window is None else min(before, self.window - 1) + new
             for new, before in self.chunks
@@ -96,12 +96,12 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Operations of the two matrix products; a multiplication and an addition count as two.
-        Masked keys do not count."""
+        """The operations of the two matrix products, without masked keys; a multiplication and an
+        addition are two operations."""
         return 4 * self.heads * self.head_dim * self.keys_seen
 
     def describe(self) -> Row:
-        """The entries of a result row that describe the case."""
+        """Return the entries of a result row that describe the case."""
         return {
             "case": self.name,
             "requests": len(self.chunks),
@@ -119,13 +119,14 @@ class Case:
 
 
 def decode_case(name: str, requests: int, context: int, **options: object) -> Case:
-    """A decode of `requests` requests with `context` tokens each, the new token included."""
+    """Return a decode of `requests` requests with `context` tokens each, the new token included."""
     return Case(name=name, chunks=((1, context - 1),) * requests, **options)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
 class Batch:
-    """The tensors of a case. `layers[i]` has `scales[i]`; all layers share the other tensors."""
+    """The tensors of a case. `layers[i]` has `scales[i]`; the remaining tensors are for all
+    layers."""
 
     case: Case
     q: Tensor  # [tokens, heads, head_dim]
@@ -134,10 +135,10 @@ class Batch:
     block_tables: Tensor
     seq_lens: Tensor
     query_starts: Tensor
-    plan: SplitPlan | None = None  # of a decode, as an engine makes it
+    plan: SplitPlan | None = None  # for a decode, as in the engine
 
     def run(self, kernel: str, layer: int = 0, out: Tensor | None = None) -> Tensor:
-        """The attention of all new tokens over one layer, in `out` or in a new tensor."""
+        """Return the attention of all new tokens over one layer, in `out` or in a new tensor."""
         tensors, options = self._arguments(layer)
         options |= {"kernel": kernel, "out": out}
         if self.case.is_decode:
@@ -146,7 +147,7 @@ class Batch:
         return paged_prefill(*tensors, self.query_starts, max_query_len=longest, **options)
 
     def plan_splits(self) -> None:
-        """Plan the splits of a decode from the lengths, as an engine does in each step."""
+        """Plan the splits of a decode from the lengths, like the engine in each step."""
         planner = split_planner(self.q, self.layers[0], self.scales[0], TRITON)
         if self.case.is_decode and planner is not None:
             lengths = np.array(self.case.lengths)
@@ -159,8 +160,7 @@ class Batch:
         return [partial(self.run, kernel, layer) for layer in range(len(self.layers))]
 
     def reference(self) -> Tensor:
-        """The expected result of `run` for the first layer, from the plain PyTorch version of the
-        kernel."""
+        """Return the expected result of `run` for the first layer, computed in plain PyTorch."""
         out = torch.empty_like(self.q)
         tensors, options = self._arguments(0)
         if self.case.is_decode:
@@ -178,8 +178,8 @@ class Batch:
 
 
 def make_batch(place: Place, case: Case, layers: int | None = None) -> Batch:
-    """The tensors of a case, the same in every call on a device. With `layers` None the number of
-    layers is such that a launch finds none of its data in the level-2 cache."""
+    """Return the tensors of a case, equal in every call on a device. For a `layers` of None, there
+    are so many layers that the level-2 cache has no data of a launch."""
     generator = torch.Generator(device=place.device)
     generator.manual_seed(zlib.crc32(case.name.encode()))
     widths = [-(-length // case.block_size) for length in case.lengths]
@@ -210,16 +210,15 @@ def make_batch(place: Place, case: Case, layers: int | None = None) -> Batch:
 
 
 def num_layers(place: Place, layer_bytes: int, most: int = MAX_LAYERS) -> int:
-    """The number of layers, at most `most`, that together exceed the level-2 cache; 2 in a
-    rehearsal."""
+    """Return how many layers, at most `most`, exceed the level-2 cache; 2 in a rehearsal."""
     if place.is_rehearsal:
         return 2
     return max(1, min(most, -(-COLD_BYTES // layer_bytes)))
 
 
 def check_attention(what: str, got: Tensor, expected: Tensor) -> None:
-    """Compare the rows, each in units of its own root mean square, because values of long contexts
-    average to little. Raises WrongResult."""
+    """Compare rows, each in units of the row's root mean square, because attention over long
+    contexts has small values. Raises WrongResult."""
     right = expected.float()
     size = right.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
     if got.shape == expected.shape:
@@ -228,7 +227,7 @@ def check_attention(what: str, got: Tensor, expected: Tensor) -> None:
 
 
 def time_checked(place: Place, batch: Batch, expected: Tensor, *, rounds: int = 7) -> Timing:
-    """Compare our result with `expected`, then time one launch in seconds. Raises WrongResult."""
+    """Compare the result with `expected`, then time a launch in seconds. Raises WrongResult."""
     check_attention(batch.case.name, batch.run(place.kernel), expected)
     return time_launches(place, batch.launches(place.kernel), rounds=rounds)
 
@@ -251,7 +250,7 @@ def _random_pool(
 def _random_scales(
     place: Place, case: Case, num_blocks: int, layers: int, generator: torch.Generator
 ) -> list[Tensor | None]:
-    """Random scales, each within a fifth of the scale that brings stored values back to 1."""
+    """Return random scales, each within a fifth of 1 / FP8_SPREAD."""
     if not case.scales:
         return [None] * layers
     shape: tuple[int, ...] = (layers, 2, case.kv_heads)

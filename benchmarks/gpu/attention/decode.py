@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged decode: the rate at which it reads K and V, as a share of the device's copy bandwidth.
+"""The section for paged decode: the rate of reading K and V over the GPU's copy bandwidth.
 
 The cases vary requests and context, then groups, head and block sizes, types, scales, window and
-soft cap. The cases of the targets come first, since a section's time is limited."""
+soft cap. The cases of the targets come first, because a section's time is limited."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .cases import Case, decode_case, make_batch, time_checked
 
 NAME = "decode"
 CEILING = "device_copy_gb_per_second"
-LARGE_BYTES = 0.5e9  # of K and V in one layer; above this only bandwidth limits a case
+LARGE_BYTES = 0.5e9  # bytes of K and V in a layer from which on only bandwidth limits a case
 GRID = (
     ("1k x 1", 1, 1024),
     ("1k x 64", 64, 1024),
@@ -25,11 +25,11 @@ GRID = (
     ("32k x 8", 8, 32768),
     ("128k x 1", 1, 131072),
 )
-LARGE = ("4k x 32", "8k x 64", "32k x 8")  # 128k x 1 is large too, and has its own target
+LARGE = ("4k x 32", "8k x 64", "32k x 8")  # without 128k x 1, which has its own target
 
 
 def choose_cases(place: Place) -> list[Case]:
-    """The cases of this run, the most important first."""
+    """Return the cases of the run, the most important first."""
     if place.is_rehearsal:
         return _rehearsal_cases()
     grid = [decode_case(name, requests, context) for name, requests, context in GRID]
@@ -39,8 +39,8 @@ def choose_cases(place: Place) -> list[Case]:
         if name in ("1k x 64", "8k x 64", "32k x 8")
         for scales in ("head", "token")
     ]
-    # The block table of an engine with a context of 128k: the split plan depends on the requests'
-    # lengths and not on the width of the table.
+    # A case with the block table of an engine whose context is 128k, because the split plan must
+    # depend on the requests' lengths, not on the width of the table.
     grid.append(decode_case("8k x 64 wide table", 64, 8192, table_tokens=131072))
     if place.is_quick:
         return grid + [case for case in fp8 if case.name.startswith("8k x 64")]
@@ -48,7 +48,7 @@ def choose_cases(place: Place) -> list[Case]:
 
 
 def _variants() -> list[Case]:
-    """Cases that each differ from the grid in one property."""
+    """Return cases that each differ from the grid in one property."""
     return [
         decode_case("4k x 32 group 8", 32, 4096, group=8),
         decode_case("4k x 32 group 7", 32, 4096, group=7),
@@ -64,7 +64,7 @@ def _variants() -> list[Case]:
 
 
 def _rehearsal_cases() -> list[Case]:
-    """Tiny cases of the same kinds, with the names that the targets look for."""
+    """Return tiny cases of the same kinds, with the names of the targets' cases."""
     tiny: dict[str, object] = {"kv_heads": 2, "head_dim": 16, "block_size": 8}
     cases = [
         decode_case(name, min(requests, 2), 20 + 8 * index, **tiny)
@@ -107,8 +107,7 @@ def measure(place: Place, results: Results, case: Case) -> None:
 
 
 def set_ratios(results: Results) -> None:
-    """Set the targets' figures. A target over several cases takes the worst, so that it holds for
-    each."""
+    """Set the targets' figures; a target over several cases has the figure of the worst case."""
     rows = {row["case"]: row for row in results.rows(NAME)}
     shares = {name: row["over_device_copy"] for name, row in rows.items()}
     large = [shares[name] for name in LARGE if shares.get(name) is not None]
@@ -133,7 +132,8 @@ def set_ratios(results: Results) -> None:
 
 
 def _fp8_gains(rows: dict[str, Row], scales: str) -> list[float]:
-    """Seconds with a bf16 pool over those with a float8 pool, for large cases measured in both."""
+    """Return the seconds with a bf16 pool over the seconds with a float8 pool, for large cases that
+    were measured with either pool."""
     return [
         rows[name]["seconds"] / rows[f"{name} fp8 {scales}"]["seconds"]
         for name in LARGE

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch parameters of decode and prefill beside the ones that their tables choose.
+"""The section that times launch parameters of decode and prefill outside of the launch tables.
 
-Nothing is tuned while an engine runs; the tables are checked in and come from this section. Each
-row holds the parameters that the table chose, the best ones, and all that were tried. The tables
+The engine tunes nothing at run time; the tables are checked in and come from this section. Each row
+has the parameters that the table chose, the best parameters, and all that were tried. The tables
 are replaced in this process for one measurement at a time. The section runs only in the full form.
 """
 
@@ -36,7 +36,7 @@ PREFILL_LAUNCHES = tuple(
 
 
 def run(place: Place, results: Results) -> None:
-    """Sweep prefill's table, then decode's. Raises SectionOver."""
+    """Time alternatives to prefill's table, then to decode's table. Raises SectionOver."""
     if place.is_quick and not place.is_rehearsal:
         results.add_note(NAME, "only in the full form")
         return
@@ -46,7 +46,7 @@ def run(place: Place, results: Results) -> None:
 
 
 def choose_cases(place: Place) -> tuple[list[Case], list[Case]]:
-    """The cases for decode's table, and the cases for prefill's table."""
+    """Return the cases for decode's table, and the cases for prefill's table."""
     if place.is_rehearsal:
         tiny = decode_case("2 requests", 2, 40, kv_heads=2, head_dim=16, block_size=8)
         chunk = Case(name="chunk", chunks=((9, 9),), kv_heads=2, head_dim=16, block_size=8)
@@ -56,7 +56,7 @@ def choose_cases(place: Place) -> tuple[list[Case], list[Case]]:
 
 
 def sweep_decode_rows(place: Place, results: Results, case: Case) -> None:
-    """Time tiles, warps and stages of decode other than the table's."""
+    """Time other tiles, warps and stages of decode than those of the table."""
     path = DOT_TOKEN_SCALES if case.scales == "token" else DOT
     size = next(s for s in paged_decode_launch.HEAD_SIZES if case.head_dim <= s)
     capability = _capability()
@@ -67,12 +67,12 @@ def sweep_decode_rows(place: Place, results: Results, case: Case) -> None:
     trial = _Trials(place, results, batch, "decode table", chosen._asdict())
     for row in _chosen_first(chosen, place.choose(DECODE_ROWS, (), DECODE_ROWS[:2])):
         with patch.dict(paged_decode_launch.TABLE, {capability: {key: row}}):
-            batch.plan_splits()  # with the tiles of this row
+            batch.plan_splits()  # the plan depends on the row's tile
             trial.add({**row._asdict(), "is_chosen": row == chosen})
 
 
 def sweep_prefill_launches(place: Place, results: Results, case: Case) -> None:
-    """Time tiles, warps and stages of long prefill chunks other than the table's."""
+    """Time other tiles, warps and stages of long prefill chunks than those of the table."""
     size = max(64, paged_prefill_launch.padded_head_dim(case.head_dim))
     chosen = paged_prefill_launch.choose_launch(
         probe_hardware().capability,
@@ -94,7 +94,7 @@ def sweep_prefill_launches(place: Place, results: Results, case: Case) -> None:
 
 
 class _Trials:
-    """The launches tried on one case. The case's row of results is complete after each launch."""
+    """The launches that are tried on a case, whose row of results is updated after each launch."""
 
     def __init__(
         self, place: Place, results: Results, batch: Batch, what: str, chosen: Row

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode and prefill compared with other projects' kernels, on the same tensors.
+"""The section that compares decode and prefill with other projects' kernels, on the same tensors.
 
 Peers are imported from the installed packages or from the folder of `--peers`, which comes last on
-the path. No peer is required: if a peer lacks a case, gives a wrong result or fails, a note says
-so. A peer's versions differ in their argument names, so a call passes only the arguments that the
-function has. This section runs last, because a kernel that breaks the device's context makes all
-later work fail."""
+the path. No peer is required: a note is added if a peer lacks a case, gives a wrong result or
+fails. A peer's versions differ in their argument names, so a call passes only the arguments that
+the function has. The section runs last, because a kernel may break the device's context."""
 
 from __future__ import annotations
 
@@ -28,31 +27,31 @@ from . import decode, prefill
 from .cases import Batch, Case, check_attention, decode_case, make_batch, time_checked
 
 NAME = "peers"
-MAX_FAULTS = 3  # each fault may cost seconds of compiling
-PeerLaunch = Callable[[int], Tensor]  # layer → the attention over that layer of the batch
+MAX_FAULTS = 3  # per peer; each fault may take seconds of compilation
+PeerLaunch = Callable[[int], Tensor]  # layer index → attention over the layer
 
 
 class PeerRefused(Exception):
-    """This peer is not installed or has no kernel for this case; the message says why."""
+    """A peer is not installed or has no kernel for a case; the message says why."""
 
 
 class Peer(Protocol):
-    """Another project's attention. `__init__` imports it and raises what the import raises."""
+    """The attention of a project, which `__init__` imports; raises whatever the import raises."""
 
     name: str
-    remark: str  # a note for readers of this peer's figures
+    remark: str  # a note for readers of the peer's figures
 
     def __init__(self) -> None: ...
 
     def prepare(self, batch: Batch) -> PeerLaunch:
-        """Do the work that is needed once for a batch; the returned launch is timed. Raises
-        PeerRefused if this peer has no kernel for the batch, and whatever the peer raises."""
+        """Do the work that a batch needs once, and return the launch that is timed. Raises
+        PeerRefused if the peer has no kernel for the batch, and whatever the peer raises."""
         ...
 
 
 def import_first(modules: Sequence[str], name: str) -> Any:
-    """`name` from the first module that has it, because modules move between versions. Raises
-    PeerRefused with the reason for each module, or whatever else an import raises."""
+    """Return `name` from the first of `modules` that has it, because modules move between versions.
+    Raises PeerRefused with the reason for each module, or whatever else an import raises."""
     reasons = []
     for module in modules:
         try:
@@ -65,8 +64,8 @@ def import_first(modules: Sequence[str], name: str) -> Any:
 def known_arguments(
     function: Callable[..., Any], wanted: dict[str, Any], needed: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The arguments of `wanted` that `function` has, or all if it has `**kwargs`. Raises
-    PeerRefused if it lacks a `needed` one."""
+    """Return the arguments of `wanted` that `function` has, or all if it has `**kwargs`. Raises
+    PeerRefused if `function` lacks an argument of `needed`."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return wanted
@@ -76,20 +75,20 @@ def known_arguments(
 
 
 def planes(batch: Batch, layer: int) -> tuple[Tensor, Tensor]:
-    """K and V of a layer as views of shape `[num_blocks, block_size, kv heads, head_dim]`."""
+    """Return views of K and V of a layer, `[num_blocks, block_size, kv heads, head_dim]`."""
     key, value = batch.layers[layer].unbind(1)
     return key, value
 
 
 def refuse_float8(batch: Batch) -> None:
-    """Raises PeerRefused for a float8 pool: peers take one scale for a whole tensor, and our pools
-    have a scale for each head or token."""
+    """Raise PeerRefused for a float8 pool: peers need one scale for a whole tensor, and StrataKV's
+    pools have a scale for each head or token."""
     if batch.case.scales:
         raise PeerRefused("a float8 pool with other scales than this peer's")
 
 
 def only_tensor(answer: Any) -> Tensor:
-    """The tensor in a peer's result, which may be a tuple of that tensor and softmax sums."""
+    """Return the attention in a peer's result, which may be a tuple with softmax sums."""
     first = answer[0] if isinstance(answer, tuple) else answer
     if not isinstance(first, torch.Tensor):
         raise PeerRefused(f"expected a tensor, got {type(first).__name__}")
@@ -101,14 +100,14 @@ VLLM_MODULES = (
     "vllm.attention.ops.triton_unified_attention",
 )
 VLLM_NEEDED = {"cu_seqlens_q", "seqused_k", "block_table", "softmax_scale"}
-# Buffers that vLLM's engine allocates for decode. It splits contexts into 16 parts if fewer than
-# 128 programs would run. A version without such arguments makes the buffers itself.
+# The constants of vLLM's engine, which splits contexts of a decode into 16 parts if fewer than 128
+# programs would run. A version without arguments for buffers allocates buffers itself.
 SEGMENTS = 16
 FEWEST_PROGRAMS = 128
 
 
 class VllmTriton:
-    """vLLM's Triton attention; it reads our pool in place, through views of K and V."""
+    """vLLM's Triton attention, which reads StrataKV's pool through views of K and V."""
 
     name = "peer_triton"
     remark = "vLLM's Triton unified_attention on views of our pool, split as its engine does"
@@ -167,7 +166,7 @@ FLASH_NEEDED = {"cache_seqlens", "page_table", "cu_seqlens_q"}
 
 
 class FlashAttention3:
-    """FlashAttention-3; it reads our pool in place, through views of K and V."""
+    """FlashAttention-3, which reads StrataKV's pool through views of K and V."""
 
     name = "fa3"
     remark = "FlashAttention-3, flash_attn_with_kvcache on views of our pool"
@@ -197,7 +196,7 @@ class FlashAttention3:
 
 
 class TorchAttention:
-    """Torch's attention, for requests of one shape without window and soft cap."""
+    """Torch's attention, for requests of equal lengths without window and soft cap."""
 
     name = "torch"
     remark = (
@@ -212,7 +211,7 @@ class TorchAttention:
             raise PeerRefused("it has neither a window nor a soft cap")
         if len(set(case.chunks)) != 1:
             raise PeerRefused("it takes requests of one length only")
-        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler: a second
+        from torch.nn.attention.bias import causal_lower_right  # takes a second: torch's compiler
 
         requests, (new, before) = len(case.chunks), case.chunks[0]
         # [requests, heads, tokens, head_dim]
@@ -226,7 +225,7 @@ class TorchAttention:
 
 
 def _gather(batch: Batch, layer: int) -> tuple[Tensor, Tensor]:
-    """K and V of a layer, each contiguous: `[requests, kv heads, tokens, head_dim]`."""
+    """Return K and V of a layer, each contiguous: `[requests, kv heads, tokens, head_dim]`."""
     length, blocks = batch.case.lengths[0], batch.block_tables.long()
     key, value = (
         plane[blocks].flatten(1, 2)[:, :length].transpose(1, 2).contiguous()
@@ -236,11 +235,11 @@ def _gather(batch: Batch, layer: int) -> tuple[Tensor, Tensor]:
 
 
 WORKSPACE_BYTES = 384 * 2**20
-TENSOR_CORE_GROUP = 4  # FlashInfer recommends tensor cores from this group size on
+TENSOR_CORE_GROUP = 4  # the least group size for which FlashInfer recommends tensor cores
 
 
 class FlashInfer:
-    """FlashInfer's attention; it reads our pool in place, through views of K and V."""
+    """FlashInfer's attention, which reads StrataKV's pool through views of K and V."""
 
     name = "flashinfer"
     remark = "FlashInfer's paged wrappers on views of our pool; its plan is not timed"
@@ -276,7 +275,8 @@ class FlashInfer:
 
 
 def _pages(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """The start of each request in the page ids, all page ids, and the tokens in the last pages."""
+    """Return the start of each request in the page ids, all page ids, and the tokens in each
+    request's last page."""
     size = batch.case.block_size
     widths = [-(-length // size) for length in batch.case.lengths]
     starts = [0, *accumulate(widths)]
@@ -286,12 +286,12 @@ def _pages(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return integers(starts), torch.cat(ids), integers(fill)
 
 
-# FlashInfer is last: it may compile for minutes, so the other peers should be measured by then.
+# FlashInfer is last, because its compilation may take minutes.
 PEERS: tuple[type[Peer], ...] = (VllmTriton, FlashAttention3, TorchAttention, FlashInfer)
 
 
 def choose_cases(place: section.Place) -> list[Case]:
-    """The targets' cases in bf16; prefill comes first, because both targets are about it."""
+    """Return the targets' cases in bf16, first prefill, for which the targets are."""
     if place.is_rehearsal:
         return [*prefill.choose_cases(place)[:2], *decode.choose_cases(place)[:2]]
     grid = [decode_case(name, requests, context) for name, requests, context in decode.GRID]
@@ -301,7 +301,7 @@ def choose_cases(place: section.Place) -> list[Case]:
 
 
 def run(place: section.Place, results: section.Results) -> None:
-    """Measure our kernels, then one peer after the other. Raises SectionOver, WrongResult."""
+    """Measure StrataKV's kernels, then all peers. Raises SectionOver, WrongResult."""
     for name in measure(place, results, NAME, choose_cases(place), PEERS):
         set_ratios(results, name)
 
@@ -313,8 +313,8 @@ def measure(
     cases: Sequence[Case],
     kinds: Sequence[type[Peer]],
 ) -> Iterator[str]:
-    """Add rows to section `title`: our seconds for every case, then one peer after the other. Yield
-    a peer's name after each case that it has measured. Raises SectionOver, WrongResult."""
+    """Add rows to section `title`: StrataKV's seconds for every case, then one peer after the
+    other. Yield a peer's name after each of its cases. Raises SectionOver, WrongResult."""
     rows: dict[str, section.Row] = {}
     expected: dict[str, Tensor] = {}
     rounds = place.choose(7, 5, 3)
@@ -355,8 +355,8 @@ def measure(
 def find_peers(
     place: section.Place, results: section.Results, title: str, kinds: Sequence[type[Peer]]
 ) -> list[Peer]:
-    """The peers that can be imported; add a note for each. The folder stays on the path, because
-    its modules may import others of it later."""
+    """Return the peers that can be imported; add a note for each. The folder of `--peers` stays on
+    the path, because its modules may later import more modules of the folder."""
     folder = None if place.peers is None else str(place.peers.resolve())
     if folder is not None and folder not in sys.path:
         sys.path.append(folder)
@@ -376,8 +376,8 @@ def find_peers(
 
 
 def time_peer(place: section.Place, case: Case, peer: Peer, expected: Tensor, rounds: int) -> float:
-    """Seconds of one launch of a peer, on equal tensors to ours. Raises whatever the peer
-    raises."""
+    """Return the seconds of a launch of a peer, on tensors equal to those of StrataKV's kernel.
+    Raises whatever the peer raises."""
     batch: Batch = make_batch(place, case)
     launch = peer.prepare(batch)
     check_attention(f"{peer.name}, {case.name}", launch(0).reshape(expected.shape), expected)
@@ -397,8 +397,7 @@ def check_device(place: section.Place, peer: Peer) -> None:
 
 
 def set_ratios(results: section.Results, name: str) -> None:
-    """Record the geometric mean of the peer's seconds divided by ours, for decode and for prefill's
-    grid."""
+    """Record the geometric mean of the peer's seconds over the kernel's, for decode and prefill."""
     rows = [row for row in results.rows(NAME) if name in row["peers"]]
     in_prefill = [row for row in rows if row["case"] in prefill.GRID]
     in_decode = [row for row in rows if row["kind"] == decode.NAME]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged prefill: operations per second for chunks over contexts of several lengths.
+"""The section for paged prefill: operations per second for chunks over contexts of several lengths.
 
-Masked keys do not count as operations. The cases of the target come first, since a section's time
-is limited."""
+Masked keys are not counted. The cases of the target are first, because time is limited."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ MIXED = ((4096, 8192), (256, 1024), (256, 0), (128, 4096), (64, 2048), (16, 512)
 
 
 def name_of(chunk: int, context: int) -> str:
-    """The name of a case in the tables: `2k + 32k` means new tokens, then context."""
+    """Return the name of a case in the tables: `2k + 32k` is 2k new tokens after 32k."""
     return f"{chunk // 1024}k + {context // 1024}k"
 
 
@@ -29,7 +28,7 @@ GRID = tuple(name_of(chunk, context) for chunk in CHUNKS for context in CONTEXTS
 
 
 def choose_cases(place: Place) -> list[Case]:
-    """The cases of this run, with the target's cases first."""
+    """Return the cases of the run, with the target's cases first."""
     if place.is_rehearsal:
         return _rehearsal_cases()
     grid = grid_cases()
@@ -50,7 +49,7 @@ def choose_cases(place: Place) -> list[Case]:
 
 
 def grid_cases() -> list[Case]:
-    """The cases of the targets, for our kernel and for peers."""
+    """Return the cases of the targets, for StrataKV's kernel and for peers."""
     return [
         Case(name=name_of(chunk, context), chunks=((chunk, context),))
         for chunk in CHUNKS
@@ -72,7 +71,7 @@ def _rehearsal_cases() -> list[Case]:
 
 
 def run(place: Place, results: Results) -> None:
-    """Measure all cases; set the target's figure from the measured ones."""
+    """Measure all cases; set the target's figure from the measured cases."""
     try:
         run_cases(place, results, NAME, choose_cases(place), partial(measure, place, results))
     finally:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill by a library over gathered K and V, compared with our kernel that reads the blocks.
+"""The section that compares StrataKV's prefill kernel with libraries over gathered K and V.
 
-The gather is timed with the library's work, because an engine pays for it too. The engine itself
-measures which of them `--attention-backend auto` uses, at every start
-(`engine/worker/forward/prefill_backend.py`)."""
+The time of a library includes the gather, which the engine would also need. With
+`--attention-backend auto`, the engine itself chooses between kernel and library, by a measurement
+at every start (`engine/worker/forward/prefill_backend.py`)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from . import peers, prefill
 from .cases import Batch
 
 NAME = "prefill-library"
-# New tokens, and tokens before them.
+# The cases, as new tokens and tokens before the new tokens.
 GRID = [prefill.name_of(*case) for case in ((2048, 8192), (8192, 32768), (8192, 8192))]
 
 
 class GatheredSdpa:
-    """Torch's attention over K and V that the same launch gathers. The engine may run it so for
-    long chunks of one request."""
+    """Torch's attention over K and V that the same launch gathers, as the engine may use it."""
 
     name = gathered_prefill.SDPA
     remark = "K and V gathered, then torch's scaled_dot_product_attention"
@@ -54,7 +53,7 @@ LIBRARIES: tuple[type[peers.Peer], ...] = (GatheredFa3, GatheredSdpa)
 
 
 def run(place: section.Place, results: section.Results) -> None:
-    """Measure our kernel, then one library after the other. Raises SectionOver, WrongResult."""
+    """Measure StrataKV's kernel, then the libraries. Raises SectionOver, WrongResult."""
     grid = {case.name: case for case in prefill.choose_cases(place)}
     cases = [grid[name] for name in GRID]
     for name in peers.measure(place, results, NAME, cases, LIBRARIES):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV writes: the rate at which they move bytes, as a share of the device's copy bandwidth.
+"""The section for KV writes: bytes per second, as a share of the GPU's copy bandwidth.
 
-K and V are slices of one qkv tensor, as after a fused projection. The byte floor counts what must
-be read and written once: keys, values, slots, and the scales of tokens if there are any."""
+K and V are slices of one qkv tensor, as after a fused projection. The floor of the bytes is a read
+of K, V and slots, and a write of K, V and scales of tokens."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from ..section import Launch, Place, Results, Section, Target, check_close, run_
 from .cases import FP8, num_layers
 
 NAME = "writes"
-MAX_SETS = 512  # 512 sets of half a megabyte, for 64 tokens, exceed the level-2 cache
+MAX_SETS = 512  # so many sets of 64 tokens, half a megabyte each, exceed the level-2 cache
 CEILING = "device_copy_gb_per_second"
-ROOM = 2  # slots in the pool for each written token
-# The relative distance of neighbouring float8 values, an eighth, and the smallest value. A rounding
-# of the scale may move a stored value to its neighbour.
+ROOM = 2  # slots of the pool per written token
+# The relative tolerance, about the distance of adjacent float8 values, and the smallest value. The
+# rounding of a scale may change a stored value to an adjacent value.
 FP8_STEP = 0.13
 FP8_SMALLEST = 2.0**-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A launch that writes `tokens` tokens; the default shape is that of the targets' model."""
+    """A launch that writes `tokens` tokens; the defaults are the shape of the targets' model."""
 
     tokens: int
-    order: str  # of the slots: "random" or "consecutive"
+    order: str  # order of the slots: "random" or "consecutive"
     scales: str = ""  # "head" or "token" for a float8 pool
     heads: int = 32
     kv_heads: int = 8
@@ -47,8 +47,8 @@ class Case:
 
     @property
     def floor_bytes(self) -> int:
-        """Bytes read once (K and V in bf16, slots) and written once (K and V in the pool, and the
-        scales of tokens)."""
+        """The bytes that are read (K and V in bf16, slots) and written (K and V in the pool, and
+        the scales of tokens)."""
         values = 2 * self.tokens * self.kv_heads * self.head_dim
         scales = 2 * self.tokens * self.kv_heads * 4 if self.scales == "token" else 0
         return values * 2 + self.tokens * 8 + values * (1 if self.scales else 2) + scales
@@ -69,8 +69,8 @@ class Buffers:
 
 
 def choose_cases(place: Place) -> list[Case]:
-    """All sizes with a bf16 pool, then with float8; a quick run has only the smallest and
-    largest."""
+    """Return all sizes with a bf16 pool, then with a float8 pool; a quick run has only the smallest
+    and the largest size."""
     sizes: tuple[int, ...] = place.choose((1, 64, 512, 8192), (1, 8192), (1, 16))
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 16} if place.is_rehearsal else {}
     return [
@@ -87,7 +87,7 @@ def run(place: Place, results: Results) -> None:
 
 
 def measure(place: Place, results: Results, case: Case) -> None:
-    """Check what a launch writes, then time it and add its row. Raises WrongResult."""
+    """Check the bytes of a launch, then time the launch and add a row. Raises WrongResult."""
     sets = make_buffers(place, case)
     check(place, case, sets[0])
     launches: list[Launch] = [partial(buffers.write, place.kernel) for buffers in sets]
@@ -115,8 +115,8 @@ def measure(place: Place, results: Results, case: Case) -> None:
 
 
 def make_buffers(place: Place, case: Case) -> list[Buffers]:
-    """Sets of random values, slots and pools that together exceed the level-2 cache. Within a set
-    no slot occurs twice."""
+    """Return sets of random values, slots and pools that together exceed the level-2 cache. Within
+    a set no slot occurs twice."""
     generator = torch.Generator(device=place.device)
     generator.manual_seed(zlib.crc32(case.name.encode()))
     on_device = partial(torch.empty, device=place.device)
@@ -139,8 +139,8 @@ def make_buffers(place: Place, case: Case) -> list[Buffers]:
 
 
 def check(place: Place, case: Case, buffers: Buffers) -> None:
-    """Compare the whole pool with the plain version's on the CPU. Only on the CPU torch divides as
-    IEEE requires; on a CUDA device it multiplies by a number's reciprocal. Raises WrongResult."""
+    """Compare the whole pool with the result of the plain version on the CPU. On CUDA, torch would
+    multiply by a reciprocal instead of dividing. Raises WrongResult."""
     cpu = torch.device("cpu")
     kv, slots = buffers.kv.to(cpu, copy=True), buffers.slots.to(cpu)
     scales = None if buffers.scales is None else buffers.scales.to(cpu, copy=True)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks between the device and the CPU: methods, devices and interference with decode."""
+"""The sections for copies of blocks between GPU and CPU, and their interference with decode."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of blocks from the pool to the slab and back, by the copy device of the connector.
+"""The section that times copies between pool and slab by the connector's copy device.
 
-The section `copies` times CUDA calls only. This section times everything between a caller's request
-and the end of the copy: the plan, the threads, the events and the order between them. Every byte is
-compared once before. A rehearsal uses the CPU's copy device."""
+The section `copies` times CUDA calls only. The section `copy device` times everything from a
+caller's request to the end of the copy: the plan, the threads, the events and the waits for events.
+Every byte is compared once before the timing. A rehearsal uses the CPU's copy device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .methods import BLOCKS, DIRECTIONS, ONE_WAY, SEED, Direction
 NAME = "copy device"
 LAYOUT = BlockLayout(32, 16, 8, 128, "bfloat16")  # 2 MiB
 REHEARSAL_LAYOUT = BlockLayout(2, 16, 1, 32, "bfloat16")
-JOBS = 8  # jobs in each direction, all queued at once
+JOBS = 8  # jobs per direction, which are queued at the same time
 WAIT_SECONDS = 60.0
 TARGETS = (
     Target("device_to_host_over_pinned", "the copy device's stores, of the ceiling", least=0.95),
@@ -41,7 +41,7 @@ TARGETS = (
 
 
 class Field:
-    """A copy device with pool and slab; each direction has half of the blocks and slots."""
+    """A copy device with pool and slab; half of the blocks and slots are for each direction."""
 
     def __init__(self, device: CopyDevice, slab: CpuSlab, pool: torch.Tensor) -> None:
         self.device = device
@@ -56,7 +56,7 @@ class Field:
         self.jobs = {Stream.STORE: jobs[: len(jobs) // 2], Stream.LOAD: jobs[len(jobs) // 2 :]}
 
     def queue(self, direction: Direction) -> tuple[list[Event], list[float]]:
-        """Queue all jobs of a direction; return their events, and each call's CPU seconds."""
+        """Queue all jobs of a direction; return the jobs' events, and each call's CPU seconds."""
         streams = {"to_host": [Stream.STORE], "to_device": [Stream.LOAD]}.get(direction)
         events, seconds = [], []
         for number in range(len(self.jobs[Stream.STORE])):
@@ -67,7 +67,7 @@ class Field:
         return events, seconds
 
     def check(self) -> None:
-        """Compare the two sides of every copy. Raises WrongResult."""
+        """Compare source and target of every copy. Raises WrongResult."""
         memory = torch.frombuffer(self.slab.memory(), dtype=torch.uint8)
         rows = memory.view(self.slab.num_slots, -1)
         for stream, jobs in self.jobs.items():
@@ -109,7 +109,7 @@ def measure(field: Field, results: Results, direction: Direction, rounds: int) -
 
 
 def set_ratios(results: Results) -> None:
-    """Set the targets' ratios to limits that were measured, and the other ratios."""
+    """Set the ratios to the measured limits, which have targets, and the other ratios."""
     rows = {row["case"]: row for row in results.rows(NAME)}
     for direction in DIRECTIONS:
         ratio = rows[direction]["over_pinned"]
@@ -133,7 +133,7 @@ def _field(place: Place) -> Iterator[Field]:
         pool = bits.view(torch.bfloat16)
         words = torch.frombuffer(slab.memory(), dtype=torch.int64)
         torch.arange(len(words), out=words)
-        del words  # a view would keep the slab from being unmapped
+        del words  # the slab could not be unmapped while a view exists
         device.register_slab(slab)
         device.register_pool(pool)
         place.synchronise()

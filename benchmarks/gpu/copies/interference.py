@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps beside copies of blocks in both directions, by copy method.
+"""The section that times decode steps during copies of blocks in both directions, by copy method.
 
-Steps run in a stream of high priority and copies in streams of low priority. Windows of steps alone
-and of steps beside copies take turns, so that a changing clock affects both. Each step is timed by
-itself, because a mean hides the steps that wait."""
+Steps run in a stream of high priority and copies in streams of low priority. Windows of steps
+without copies and of steps during copies alternate, so that a changing clock affects both kinds of
+windows. Each step is timed separately, because a mean would hide the steps that wait."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from .methods import (
 NAME = "interference"
 METHODS = (BATCHED, FEW, ALL)
 HIGH_PRIORITY = -1
-STEPS_AHEAD = 4  # steps queued on the device, so that it never waits for the host
+STEPS_AHEAD = 4  # steps queued on the GPU, so that the GPU never waits for the host
 JOBS_AHEAD = 2  # copy jobs queued in each direction
-FIRST_STEPS = 5  # of a window, not counted, because the copies begin with them
-# A method that copies much more slowly than the fastest does not count, because it disturbs a step
-# less.
+FIRST_STEPS = 5  # uncounted steps at the start of a window, during which the copies begin
+# The least rate of a method that counts for the target, as a share of the fastest method's rate:
+# slower copies would disturb a step less.
 RATE_OF_FASTEST = 0.8
 TARGETS = (
     Target(
@@ -59,8 +59,8 @@ TARGETS = (
 
 
 class DecodeStep:
-    """The attention of one new token of each request, repeated over layers that together far exceed
-    the level-2 cache: four of 268 MB on a device."""
+    """The attention of a decode step, repeated over layers that together far exceed the level-2
+    cache: on a GPU, four layers of 268 MB."""
 
     def __init__(self, place: Place) -> None:
         requests, tokens = place.choose((32, 2048), (32, 2048), (2, 16))
@@ -78,19 +78,19 @@ class DecodeStep:
         return sum(kv.nbytes for kv in self._batch.layers)
 
     def run(self) -> None:
-        """Launch the attention of all layers, once for each pass of a step."""
+        """Launch the attention of all layers, as many times as a step has passes."""
         for _ in range(self._passes):
             for layer, out in enumerate(self.outs):
                 self._batch.run(self._kernel, layer, out=out)
 
     def check(self, what: str) -> None:
-        """Compare the last run's output with the plain kernel's. Raises WrongResult."""
+        """Compare the output of the last run with that of the plain kernel. Raises WrongResult."""
         for number, (out, expected) in enumerate(zip(self.outs, self._expected, strict=True)):
             check_close(f"{what}, layer {number}", out, expected, absolute=2e-3, relative=2e-2)
 
     def prepare(self, place: Place, stream: torch.cuda.Stream | None) -> Launch:
-        """A launch of the step, whose output was checked. On a device it is a CUDA graph, captured
-        in `stream` and with its priority."""
+        """Return a launch of the step, whose output has been checked. On a GPU, the launch is a
+        CUDA graph, captured in `stream` and with the priority of `stream`."""
         with on(stream):
             for _ in range(WARM_UPS):
                 self.run()
@@ -105,7 +105,7 @@ class DecodeStep:
 
 
 class Pump:
-    """Keeps a few copy jobs of one direction queued, and counts the bytes that have arrived."""
+    """A queue that always has a few copy jobs of one direction, and counts the copied bytes."""
 
     def __init__(
         self, stream: torch.cuda.Stream | None, launches: Sequence[Launch], job_bytes: int
@@ -120,15 +120,14 @@ class Pump:
         self.seconds = 0.0
 
     def start(self) -> None:
-        """Begin a time window."""
+        """Begin a window of time."""
         self._ends, self._finished = [], 0
         if self._stream is not None:
             with on(self._stream):
                 self._begin = record_event()
 
     def top_up(self) -> None:
-        """Queue jobs until JOBS_AHEAD are unfinished. A rehearsal copies one job at once
-        instead."""
+        """Queue jobs until JOBS_AHEAD jobs are unfinished. A rehearsal copies one job."""
         if self._stream is None:
             begin = time.perf_counter()
             self._launches[0]()
@@ -142,7 +141,7 @@ class Pump:
                 self._ends.append(record_event())
 
     def stop(self) -> None:
-        """End the window. Jobs that have arrived count, and the time to the last one's arrival."""
+        """End the window; add the bytes of finished jobs, and the time to the last job's end."""
         self._count_finished()
         if self._begin is not None and self._finished:
             self.moved_bytes += self._finished * self._job_bytes
@@ -150,7 +149,7 @@ class Pump:
 
     @property
     def gb_per_second(self) -> float:
-        """GB/s over all windows; 0 before the first job has arrived."""
+        """The GB/s over all windows; 0 before the first job has finished."""
         return self.moved_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
     def _count_finished(self) -> None:
@@ -194,7 +193,7 @@ def measure(
     stream: torch.cuda.Stream | None,
     launch: Launch,
 ) -> Row:
-    """Time steps alone and beside copies, in turn. Raises WrongResult for wrong copies."""
+    """Time steps without and during copies, in turn. Raises WrongResult for wrong copies."""
     windows, steps = place.choose((6, 60), (5, 60), (2, 4))
     jobs, launches = prepare_checked(place, field, method, block_bytes, method.name)
     pumps = [
@@ -218,7 +217,7 @@ def time_steps(
     steps: int,
     pumps: Sequence[Pump] = (),
 ) -> list[float]:
-    """Seconds of each of `steps` steps beside the pumps' copies. All work has ended on return."""
+    """Return the seconds of `steps` steps during the copies of `pumps`, when all work has ended."""
     for pump in pumps:
         pump.start()
     time_them = _time_on_cpu if stream is None else _time_on_device
@@ -275,7 +274,8 @@ def _row(
 
 
 def set_ratio(results: Results) -> None:
-    """Set the target's figure: the lowest p99 of the methods nearly as fast as the fastest."""
+    """Set the target's figure: the lowest p99 ratio of methods with RATE_OF_FASTEST of the best
+    rate."""
     rows = results.rows(NAME)
     fastest = max((row["copies_gb_per_second"] for row in rows), default=0.0)
     ratios = [

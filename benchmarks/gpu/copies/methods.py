@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of 64 blocks between a pool on the device and a page-locked slab, and methods to copy them.
+"""Jobs of 64 blocks between a pool on the GPU and a page-locked slab, and copy methods.
 
-pool  [blocks of all jobs, and as many again that are in none]     ids in random order
-slab  [ slots of the jobs to the host | slots of those to the device ]
+pool  [blocks of all jobs, and as many blocks without a job]       ids in random order
+slab  [ slots of jobs to the host | slots of jobs to the device ]
 
-A method makes one call for each block, one call for all blocks, a kernel launch, or a kernel launch
-and a call. Each direction has a stream. `prepare` makes what a job needs; the launch that it
-returns does what a running engine would do for every job. A rehearsal has ordinary memory and no
-streams."""
+A method copies the blocks of a job by one call for each block, one call for all blocks, a kernel
+launch, or a kernel launch and a call. Each direction has a CUDA stream. `prepare` does the work
+that is needed once for a job, and returns a function with the work of a running engine for every
+job. A rehearsal has ordinary memory and no streams."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ from ..section import Launch, Place, WrongResult, time_launches
 
 
 class Lanes(NamedTuple):
-    """A stream of the lowest priority for each direction; None in a rehearsal."""
+    """A CUDA stream of the lowest priority for each direction; None in a rehearsal."""
 
     to_host: torch.cuda.Stream | None
     to_device: torch.cuda.Stream | None
 
 
 def make_lanes(place: Place) -> Lanes:
-    """Two new streams. They do not wait for the default stream; the caller must synchronise."""
+    """Return two new streams, without waits for the default stream: callers must synchronise."""
     if place.is_rehearsal:
         return Lanes(None, None)
     return Lanes(new_stream(), new_stream())
 
 
 def new_stream(priority: int = 0) -> torch.cuda.Stream:
-    """A new stream. 0 is the lowest priority; a lower number is a higher priority."""
+    """Return a new stream. 0 is the lowest priority; a lower number is a higher priority."""
     return torch.cuda.Stream(priority=priority)  # type: ignore[no-untyped-call]
 
 
 def on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """A context in which launches go into `stream`; None changes nothing."""
+    """Return a context in which work is launched in `stream`; None changes nothing."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
@@ -64,9 +64,9 @@ def on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[ob
 def page_locked(
     place: Place, num_bytes: int, note: Callable[[str], None]
 ) -> Iterator[torch.Tensor]:
-    """A uint8 tensor `[bytes]` in page-locked memory. On exit all work of the device ends before
-    the memory is freed. `note` gets a remark if the memory had to be torch's own page-locked
-    memory."""
+    """Yield a uint8 tensor `[num_bytes]` in page-locked memory. On exit, the memory is freed after
+    the end of all work on the GPU. `note` is called with a remark if the memory had to be torch's
+    own page-locked memory."""
     if place.is_rehearsal:
         yield torch.zeros(num_bytes, dtype=torch.uint8)
         return
@@ -84,7 +84,7 @@ def page_locked(
 def time_one_way(
     place: Place, stream: torch.cuda.Stream | None, launches: Sequence[Launch]
 ) -> float:
-    """Seconds of one launch in `stream`. The seconds include submitting, if it takes longer."""
+    """Return the seconds of one launch in `stream`, or of its submission if that is longer."""
     with on(stream):
         return time_launches(place, launches, in_graph=False).median
 
@@ -92,7 +92,7 @@ def time_one_way(
 def time_both_ways(
     place: Place, lanes: Lanes, to_host: Sequence[Launch], to_device: Sequence[Launch]
 ) -> float:
-    """Seconds of one launch in each direction, side by side. The slower direction sets the time."""
+    """Return the seconds of two concurrent launches, one in each direction."""
 
     def wait(waiting: torch.cuda.Stream | None, other: torch.cuda.Stream | None) -> None:
         if waiting is not None and other is not None:
@@ -107,7 +107,7 @@ def time_both_ways(
         functools.partial(launch_pair, out, back)
         for out, back in zip(to_host, to_device, strict=True)
     ]
-    # The timing events are in the stream to the host, so the other stream starts and ends with it.
+    # The timing events are in the stream to the host, with which the other stream starts and ends.
     begin = functools.partial(wait, lanes.to_device, lanes.to_host)
     end = functools.partial(wait, lanes.to_host, lanes.to_device)
     launches: list[Launch] = [begin, *pairs, end]
@@ -126,7 +126,7 @@ DIRECTIONS: tuple[Direction, ...] = (*ONE_WAY, "both")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A copy of block `block_ids[i]` of the pool to slot `slots[i]` of the slab, or back."""
+    """A copy of blocks `block_ids[i]` of the pool to slots `slots[i]` of the slab, or back."""
 
     pool: torch.Tensor  # [num_blocks, bytes], on the device
     slab: torch.Tensor  # [num_slots, bytes]
@@ -141,7 +141,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """The memory of one section: random bytes on both sides, and a stream for each direction."""
+    """The memory of one section, a pool and a slab of random bytes, and a stream per direction."""
 
     pool: torch.Tensor  # uint8 [4 * half_bytes]
     slab: torch.Tensor  # uint8 [2 * half_bytes]
@@ -149,7 +149,7 @@ class Field:
 
     @classmethod
     def make(cls, place: Place, slab: torch.Tensor) -> Field:
-        """Fill `slab` and a new pool of twice its size with random bytes."""
+        """Return a Field with random bytes in `slab` and in a new pool of twice the slab's size."""
         generator = torch.Generator(place.device).manual_seed(SEED)
         pool = torch.randint(
             0, 256, (2 * slab.numel(),), dtype=torch.uint8, device=place.device, generator=generator
@@ -162,8 +162,8 @@ class Field:
     def jobs(
         self, block_bytes: int, *, run_length: int = 1, slots_in_order: bool = False
     ) -> tuple[list[Job], list[Job]]:
-        """Jobs to the host and jobs to the device, as many as fit. In the pool, and in the slab,
-        each run of `run_length` blocks lies together."""
+        """Return as many jobs to the host, and jobs to the device, as fit. Each run of `run_length`
+        blocks is adjacent in the pool and in the slab."""
         half_bytes = self.slab.numel() // 2
         count = count_jobs(half_bytes, block_bytes)
         blocks = count * BLOCKS
@@ -186,24 +186,24 @@ class Field:
         return halves[0], halves[1]
 
     def spoil(self, place: Place) -> None:
-        """Change every byte of the pool, so that an earlier copy cannot pass for a new one."""
+        """Change every byte of the pool, so that an earlier copy cannot be taken for a new copy."""
         self.pool.add_(1)
         place.synchronise()
 
 
 def count_jobs(half_bytes: int, block_bytes: int) -> int:
-    """The number of jobs with such blocks that half of the slab holds: 1 to MAX_JOBS."""
+    """Return how many jobs with such blocks fit into half of the slab: 1 to MAX_JOBS."""
     return max(1, min(MAX_JOBS, half_bytes // (BLOCKS * block_bytes)))
 
 
 def scattered_ids(count: int, run_length: int, generator: torch.Generator) -> torch.Tensor:
-    """The numbers 0 to `count` - 1, as runs of `run_length` neighbours in random order."""
+    """Return 0 to `count` - 1, as runs of `run_length` consecutive numbers in random order."""
     runs = torch.randperm(count // run_length, generator=generator)
     return (runs[:, None] * run_length + torch.arange(run_length)).flatten()
 
 
 def check_jobs(what: str, jobs: list[Job]) -> None:
-    """Compare every byte of every copied block, on the device. Raises WrongResult."""
+    """Compare every byte of every copied block, on the GPU. Raises WrongResult."""
     if not jobs:
         return
     device, half = jobs[0].pool.device, len(jobs[0].slab) // 2
@@ -219,7 +219,7 @@ def check_jobs(what: str, jobs: list[Job]) -> None:
             )
 
 
-# So few programs that a copy kernel leaves decode undisturbed.
+# A number of programs with which a copy kernel does not slow decode down.
 FEW_PROGRAMS = 12
 Prepare = Callable[[Place, Job, torch.cuda.Stream | None], Launch]
 Addresses = npt.NDArray[np.int64]
@@ -227,22 +227,22 @@ Addresses = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A copy method. `prepare` makes a job's launch, to be called with its stream as the current
-    one."""
+    """A copy method. `prepare` returns a job's launch, which must be called with the job's stream
+    as the current stream."""
 
     name: str
     prepare: Prepare
-    run_length: int = 1  # blocks that lie together in its jobs
-    slots_in_order: bool = False  # whether its jobs fill slots that follow one another
+    run_length: int = 1  # number of adjacent blocks in the method's jobs
+    slots_in_order: bool = False  # whether a job's slots are consecutive
 
     @property
     def is_for_any_blocks(self) -> bool:
-        """Whether the method can copy blocks that are no neighbours in the pool."""
+        """Whether the method is for blocks that are not adjacent in the pool."""
         return self.run_length == 1
 
 
 def job_addresses(job: Job) -> tuple[Addresses, Addresses, Addresses]:
-    """The sources, targets and sizes of a job's copies."""
+    """Return the source addresses, target addresses and sizes of a job's copies."""
     size = job.pool.shape[1]
     pool = job.pool.data_ptr() + job.block_ids.numpy() * size
     slab = job.slab.data_ptr() + job.slots.numpy() * size
@@ -251,7 +251,7 @@ def job_addresses(job: Job) -> tuple[Addresses, Addresses, Addresses]:
 
 
 def prepare_single(place: Place, job: Job, stream: torch.cuda.Stream | None) -> Launch:
-    """A launch with one `cudaMemcpyAsync` for each block."""
+    """Return a function that copies each block by one `cudaMemcpyAsync`."""
     pairs = [
         (job.slab[slot], job.pool[block_id])
         for slot, block_id in zip(job.slots.tolist(), job.block_ids.tolist(), strict=True)
@@ -262,7 +262,7 @@ def prepare_single(place: Place, job: Job, stream: torch.cuda.Stream | None) -> 
 
 
 def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Launch:
-    """A launch that copies, in each pair, the second tensor into the first."""
+    """Return a function that copies, in each pair, the second tensor to the first."""
     pairs = list(pairs)
 
     def launch() -> None:
@@ -275,7 +275,8 @@ def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Launch:
 def prepare_batched(
     place: Place, job: Job, stream: torch.cuda.Stream | None, *, merges: bool = False
 ) -> Launch:
-    """A launch with one call for all blocks; `merges` joins neighbouring blocks to one entry."""
+    """Return a function that copies all blocks in one batched call; `merges` joins adjacent
+    blocks."""
     addresses = job_addresses(job)
     batch = merge_neighbours(*addresses) if merges else Batch(*addresses)
     if place.is_rehearsal or stream is None:
@@ -285,7 +286,7 @@ def prepare_batched(
 
 
 def prepare_staged(place: Place, job: Job, stream: torch.cuda.Stream | None) -> Launch:
-    """A launch that gathers the blocks into a device buffer and copies that, or the reverse."""
+    """Return a function that gathers the blocks into a buffer and copies it, or the reverse."""
     ids, rows = job.block_ids.to(job.pool.device), _rows(job)
     staging = torch.empty(rows.shape, dtype=rows.dtype, device=job.pool.device)
 
@@ -303,8 +304,8 @@ def prepare_staged(place: Place, job: Job, stream: torch.cuda.Stream | None) -> 
 def prepare_kernel(
     place: Place, job: Job, stream: torch.cuda.Stream | None, *, programs: int
 ) -> Launch:
-    """A launch of a kernel with up to `programs` programs that accesses page-locked memory
-    itself."""
+    """Return a function that launches a kernel of up to `programs` programs, which accesses
+    page-locked memory directly."""
     ids, rows = job.block_ids.to(job.pool.device), _rows(job)
     kernel = place.kernel
     if job.is_to_host:
@@ -335,8 +336,8 @@ def prepare_checked(
     what: str,
     direction: Direction = "both",
 ) -> tuple[list[list[Job]], list[list[Launch]]]:
-    """Jobs in both directions with their launches. Each launch has run once and was compared. The
-    lists of a direction that `direction` leaves out are empty. Raises WrongResult."""
+    """Return the jobs of each direction with their launches. Each launch has run once, and its
+    copies have been compared. The lists are empty for an excluded direction. Raises WrongResult."""
     of_lanes = field.jobs(
         block_bytes, run_length=method.run_length, slots_in_order=method.slots_in_order
     )
@@ -360,6 +361,6 @@ def prepare_checked(
 
 
 def _rows(job: Job) -> torch.Tensor:
-    """The slots of a job as one slice of the slab. The slots must follow one another."""
+    """Return the slots of a job, which must be consecutive, as one slice of the slab."""
     first = int(job.slots[0])
     return job.slab[first : first + len(job.slots)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of blocks from the pool to the slab and back: every method, size and direction. The 64
-blocks of a job lie scattered in the pool and in a page-locked slab. Every byte of every job is
-compared before it is timed."""
+"""The section that times copies of blocks from pool to slab and back, by every method, size and
+direction. The 64 blocks of a job are scattered in the pool and in a page-locked slab. Every byte of
+every job is compared before the job is timed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run(place: Place, results: Results) -> None:
 def measure_method(
     place: Place, results: Results, field: Field, method: Method, block_bytes: int
 ) -> None:
-    """Add a method's rows for three directions, or a note if this machine cannot run it."""
+    """Add a method's rows for three directions, or a note if the machine cannot run the method."""
     try:
         for direction in DIRECTIONS:
             place.check_time()
@@ -82,7 +82,7 @@ def measure(
     block_bytes: int,
     direction: Direction,
 ) -> Row:
-    """Check a case, then time it; return its row. Raises WrongResult."""
+    """Check the bytes of a case, then time the case; return its row. Raises WrongResult."""
     case = f"{method.name}, {bytes_name(block_bytes)}, {direction}"
     (out, back), launches = prepare_checked(place, field, method, block_bytes, case, direction)
     row: Row = {
@@ -111,7 +111,7 @@ def measure(
 def submit_microseconds(
     place: Place, stream: torch.cuda.Stream | None, launches: Sequence[Launch]
 ) -> float:
-    """The median CPU time of one launch while the device has nothing queued."""
+    """Return the median CPU time, in microseconds, of one launch on an idle GPU."""
     taken = []
     with on(stream):
         for number in range(SUBMISSIONS):
@@ -125,7 +125,7 @@ def submit_microseconds(
 
 
 def merge_microseconds(job: Job) -> float:
-    """The median CPU time of joining a job's neighbouring blocks, which comes before submitting."""
+    """Return the median CPU time, in microseconds, of joining a job's adjacent blocks."""
     addresses = job_addresses(job)
     taken = []
     for _ in range(SUBMISSIONS):
@@ -136,9 +136,10 @@ def merge_microseconds(job: Job) -> float:
 
 
 def set_ratios(results: Results, block_bytes: int) -> None:
-    """Set the targets' figures from the rows of one size and of the methods for any blocks. Merged
-    runs are left out, because blocks have neighbours only sometimes. The submission time is that of
-    the cheapest method that is nearly as fast as the fastest, in the dearer direction."""
+    """Set the targets' figures from the rows with blocks of `block_bytes` and methods for any
+    blocks. Methods with merged runs are left out, because blocks are only sometimes adjacent. The
+    submission time, in the direction in which it is longer, is that of the method with the lowest
+    CPU time among the methods that are nearly as fast as the fastest."""
     rows = [
         row
         for row in results.rows(NAME)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole engine on a GPU: decode steps and the time to a first token."""
+"""The sections for the whole engine on a GPU: decode steps and the time to the first token."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of the whole-engine sections: Llama-3.1-8B's shape, or a tiny one in a rehearsal.
+"""The model of the whole-engine sections, in the shape of Llama-3.1-8B, or tiny in a rehearsal.
 
-The model directory has only a config.json. The engine makes random weights, so nothing is
-downloaded and nothing large is written."""
+The model directory contains only a config.json, from which the engine makes random weights, so
+nothing is downloaded and nothing large is written."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TOY = LLAMA_3_1_8B | {
 
 @contextmanager
 def model_directory(place: Place) -> Iterator[Path]:
-    """The directory of this run's model; it is removed on exit."""
+    """Yield the directory of the run's model, which is removed on exit."""
     with TemporaryDirectory(prefix="stratakv-bench-") as folder:
         path = Path(folder)
         config = TOY if place.is_rehearsal else LLAMA_3_1_8B
@@ -61,8 +61,8 @@ def model_directory(place: Place) -> Iterator[Path]:
 
 
 def engine_options(place: Place) -> dict[str, Any]:
-    """Options of every engine of this run: the device with its kernels, or in a rehearsal the CPU
-    with the kernels' CPU versions."""
+    """Return the options of every engine of the run: the GPU with its kernels, or in a rehearsal
+    the CPU with the kernels' CPU versions."""
     common: dict[str, Any] = {"load_format": "dummy", "attention_backend": "kernels"}
     if place.is_rehearsal:
         return common | {"device": "cpu", "dtype": "float64"}
@@ -72,8 +72,8 @@ def engine_options(place: Place) -> dict[str, Any]:
 
 
 def read_weight_bytes(spec: ModelSpec, element_bytes: int) -> int:
-    """Bytes of the weights that a step reads: all but a separate embedding matrix, of which it
-    reads only a few rows."""
+    """Return the bytes of the weights that a step reads: all weights but a separate embedding
+    matrix, of which a step reads only a few rows."""
     shapes = dict(expected_tensors(spec))
     if not spec.tied_embeddings:
         del shapes[EMBEDDING]

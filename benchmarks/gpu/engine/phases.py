@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds to the first token: computed, and with the prompt's beginning in pool, CPU or SSD.
+"""The section that times the first token if a document is computed, or in pool, CPU or SSD.
 
-For each length an engine without a server answers questions about a few documents; its pool holds
-little more than one document. Each document is asked about with nothing cached, right after another
-question about it, after the other documents have evicted it from the pool, and after a restart. A
-phase whose prompt did not come from its tier is an error, and so is a token that was unlikely with
-nothing cached."""
+For each length, an engine without a server answers questions about a few documents; its pool is
+little larger than one document. A question about each document is sent with nothing cached
+(`cold`), directly after another question about the document (`pool`), after the other documents
+have evicted the document from the pool (`cpu`), and after a restart (`ssd`). A phase whose document
+does not come from its tier is an error, and so is a first token that was unlikely."""
 
 from __future__ import annotations
 
@@ -31,18 +31,20 @@ PHASES = ("cold", "pool", "cpu", "ssd")
 BLOCK_SIZE = 16
 QUESTION_TOKENS = 32
 SEED = 20262
-SECONDS = 420.0  # for two engines of each length
-WRITE_BACK_SECONDS = 120.0  # to write 16 GB of documents to the disk
+SECONDS = 420.0  # limit of the section: two engines for each length
+WRITE_BACK_SECONDS = 120.0  # limit for writing 16 GB of documents to the disk
 FIRST_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-# The share of its document that a warm phase must find in its tier. Block rounding and the last
-# tokens, which another document may have evicted, explain the rest.
+# The least share of a document that a warm phase must load from its tier. The missing part is a
+# partial block and the last tokens, which another document may have evicted.
 LEAST_FOUND = 0.9
-# A cached prefix changes the order of bfloat16 sums, which may change the likeliest token.
+# The number of likely first tokens that are accepted: a cached prefix changes the order of bfloat16
+# sums, which may change the likeliest token.
 LIKELY = 20
 TARGET_TOKENS = 8192
 # (document, phase) → possible first tokens with their log-probabilities.
 Likely = dict[tuple[int, str], dict[int, float]]
-# Cold over warm is no target, because a quicker prefill lowers it. The pool phase takes one step.
+# The ratio of the phases cold and cpu has no target, because a faster prefill lowers the ratio. The
+# time of the phase `pool`, which is one step, is subtracted.
 TARGETS = (
     Target("ttft_cpu_load_over_transfer", "CPU less pool, over the link's time, 8k", most=1.35),
 )
@@ -76,7 +78,7 @@ def run(place: Place, results: Results) -> None:
 
 
 class _Documents:
-    """Random documents, and questions about them."""
+    """Random documents, and questions about the documents."""
 
     def __init__(self, place: Place, model: Path, tokens: int) -> None:
         self.tokens = tokens
@@ -93,9 +95,9 @@ class _Documents:
     def ask(
         self, engine: MeasuredEngine, document: int, phase: str, likely: Likely | None = None
     ) -> float:
-        """Seconds to the first token. With `likely`, the document must come from the tier of the
-        phase, and the token must be one of the likeliest that were computed with nothing cached.
-        Raises WrongResult."""
+        """Return the seconds to the first token. With `likely`, the document must come from the
+        tier of the phase, and the token must be among the likeliest tokens that were computed with
+        nothing cached. Raises WrongResult."""
         run_ = engine.run([self.prompt(document, phase)], FIRST_TOKEN)
         if likely is None:
             return run_.wall_seconds
@@ -112,7 +114,7 @@ class _Documents:
 
     @property
     def blocks(self) -> int:
-        """Blocks of one document, with its question and the first token."""
+        """The number of blocks of one document, a question and the first token."""
         return -(-(self.tokens + QUESTION_TOKENS + 1) // BLOCK_SIZE)
 
     def _draw(self, count: int) -> list[int]:
@@ -122,7 +124,7 @@ class _Documents:
 def measure_phases(
     place: Place, model: Path, documents: _Documents, ssd: Path
 ) -> dict[str, list[float]]:
-    """Seconds to each first token, by phase. Raises WrongResult."""
+    """Return the seconds to each first token, by phase. Raises WrongResult."""
     options = make_options(place, documents, ssd)
     seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
     every = range(documents.count)
@@ -150,7 +152,7 @@ def measure_phases(
     finally:
         engine.core.shutdown(WRITE_BACK_SECONDS)
     del engine
-    gc.collect()  # CUDA graphs of steps are part of a reference cycle
+    gc.collect()  # CUDA graphs of steps are in a reference cycle
     place.release_memory()
     with contextlib.closing(MeasuredEngine(model, options)) as engine:
         # A short prompt, which reads no block of the documents, warms the engine up.
@@ -162,7 +164,8 @@ def measure_phases(
 
 
 def make_options(place: Place, documents: _Documents, ssd: Path) -> dict[str, Any]:
-    """Options of an engine whose pool holds one document and a little, and whose tiers hold all."""
+    """Return the options of an engine whose pool is little larger than one document, and whose
+    tiers have space for all documents."""
     slot_bytes = documents.layout.slot_bytes
     tier_bytes = max(2 * documents.count * documents.blocks * slot_bytes, 64 * 2**20)
     return engine_options(place) | {

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One decode step of a whole engine against its bound: weights and KV read once.
+"""The section that times a decode step of the engine, and its bound: a read of weights and KV.
 
-    bound = (weights + K and V of all requests) / rate of the device copy of the same run
+    bound = (weights + K and V of all requests) / rate of the copy on the GPU in the same run
 
-The time of a step runs from the scheduler's output to the sampled ids on the host: batch, buffers,
-model and sampler. Steps run as CUDA graphs ("recorded") and without ("launched"), with K and V in
-16 bits and in 8."""
+The time of a step is from the scheduler's output to the sampled ids on the host: batch, buffers,
+model and sampler. Steps run as CUDA graphs ("recorded"), without graphs ("launched"), and as graphs
+with K and V in float8."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from .model import engine_options, model_directory, read_weight_bytes
 NAME = "engine-step"
 BLOCK_SIZE = 16
 WARM_UPS = 4
-Shape = tuple[int, int]  # requests, and context tokens of each
-STEPS = (40, 20, 3)  # timed steps of a batch: full, quick, rehearsal
+Shape = tuple[int, int]  # requests, context tokens per request
+STEPS = (40, 20, 3)  # timed steps per batch: full, quick, rehearsal
 SAMPLED = SamplingParams(temperature=0.0, max_tokens=4096, ignore_eos=True)
-SECONDS = 240.0  # for making a model for each of WAYS; other sections make none
+SECONDS = 240.0  # limit of the section, which makes a model for each of WAYS
 TARGETS = (
     Target("engine_step_over_bound", "decode step's bound over its time, 64 x 8k", least=0.85),
 )
@@ -45,7 +45,7 @@ TARGETS = (
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The engine options with which steps are computed."""
+    """The name of a way to compute steps, and its engine options."""
 
     name: str
     enforce_eager: bool = False
@@ -107,7 +107,7 @@ def _add(bench: _Bench, results: Results, case: Case) -> None:
 
 
 def make_options(place: Place, way: Way, shapes: Sequence[Shape]) -> dict[str, Any]:
-    """Options of an engine that holds each of these batches, or as many requests as fit."""
+    """Return the options of an engine with space for the batches of `shapes`, if possible."""
     room = WARM_UPS + place.choose(*STEPS) + 1
     longest = -(-(max(context for _, context in shapes) + room) // BLOCK_SIZE)
     requests = max(requests for requests, _ in shapes)
@@ -122,7 +122,7 @@ def make_options(place: Place, way: Way, shapes: Sequence[Shape]) -> dict[str, A
 
 
 class _Bench:
-    """A model runner without a scheduler; its requests hold blocks of random numbers."""
+    """A model runner without a scheduler, whose requests have blocks of random numbers."""
 
     def __init__(self, place: Place, path: Path, way: Way, shapes: Sequence[Shape]) -> None:
         self._steps, self._room = place.choose(*STEPS), WARM_UPS + place.choose(*STEPS) + 1
@@ -134,20 +134,20 @@ class _Bench:
             connector=None, progress=logging.getLogger(__name__).info,
         )  # fmt: skip
         self._layout, pool = self._runner.pool.layout, self._runner.pool.tensor
-        # Random numbers: zeros give equal scores, and bits that do not change take less power.
+        # The pool has random numbers, because zeros would give equal scores and take less power.
         for pages in torch.split(pool, 64):
             pages.copy_(torch.randn(pages.shape, device=pool.device, dtype=torch.bfloat16))
-        place.synchronise()  # the runner's stream does not wait for this one
+        place.synchronise()  # the runner's stream does not wait for the current stream
         self._weight_bytes = read_weight_bytes(spec, self._runner.model.element_bytes)
 
     def fitting(self, requests: int, context: int) -> int:
-        """The number of requests, up to `requests`, for which the pool has blocks."""
+        """Return the number of requests, up to `requests`, for which the pool has blocks."""
         each = -(-(context + self._room) // BLOCK_SIZE)
         return min(requests, (self._runner.pool.num_blocks - 1) // each)
 
     def measure(self, case: Case) -> tuple[Timing, int]:
-        """The timing of a step, and the bytes that the middle step reads. Raises WrongResult if a
-        request got no token."""
+        """Return the timing of a step, and the bytes that the middle step reads. Raises WrongResult
+        if a request gets no token."""
         names = [f"{case.name} {number}" for number in range(case.requests)]
         taken = []
         for number, step in enumerate(self._steps_of(case, names)):
@@ -165,8 +165,7 @@ class _Bench:
         return Timing.of(taken), self._weight_bytes + kv_bytes
 
     def _steps_of(self, case: Case, names: list[str]) -> Iterator[SchedulerOutput]:
-        """Yield the steps. The first one adds the requests, with all but one token of each
-        computed."""
+        """Yield the steps. The first step adds requests with all but one token computed."""
         each = -(-(case.context + self._room) // BLOCK_SIZE)
         scheduled = dict.fromkeys(names, 1)
         prompt = np.arange(case.context, dtype=np.int32) % 500
@@ -188,7 +187,7 @@ class _Bench:
 
 
 def set_ratio(results: Results) -> None:
-    """Set the target's figure from the batch of recorded steps that reads most."""
+    """Set the target's figure from the recorded batch whose steps read the most bytes."""
     rows = [row for row in results.rows(NAME) if row["way"] == WAYS[0].name]
     largest = max(rows, key=lambda row: row["read_bytes"], default=None)
     if largest is not None and "bound_over_step" in largest:
