@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model architectures, the loading of models, and the embedded model. Never imports the API."""
+"""Model architectures, the loading of models, and the embedded model. Never imports the API
+server."""

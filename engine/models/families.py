@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The supported model families, one table entry each, with the constants in which they differ.
+"""A table of the supported model families, with the constants in which the families differ.
 
 All families use the same decoder: RMS norms, rotary positions, grouped-query attention, and a gated
 MLP or a mixture of such MLPs. An entry has the constants of the family's code in transformers, and
@@ -24,15 +24,15 @@ class Windows(Enum):
     NONE = "none"
     EVERY_LAYER = "every layer"  # if sliding_window is set
     SWITCHED = "switched"  # every layer, if use_sliding_window is true
-    SOME_LAYERS = "some layers"  # if use_sliding_window: by layer_types or max_window_layers
+    SOME_LAYERS = "some layers"  # by layer_types or max_window_layers, if use_sliding_window
     MOST_LAYERS = "most layers"  # by layer_types, or all but each sliding_window_pattern-th
-    OTHER_LAYERS = "other layers"  # by layer_types, or each second one, beginning with the first
-    BY_TYPE = "by type"  # by layer_types, or none
+    OTHER_LAYERS = "other layers"  # by layer_types, or every second layer from the first
+    BY_TYPE = "by type"  # by layer_types; without it, no layer has a window
 
 
 class Activation(Enum):
     """The activation function of an MLP, by Hugging Face's names. The function is applied to the
-    gate's output; an MLP with squared ReLU has no gate, and applies it to the output of `up`."""
+    gate's output; a squared ReLU is applied to the output of `up`, as its MLP has no gate."""
 
     SILU = ("silu", "swish")
     GELU_TANH = ("gelu_pytorch_tanh",)
@@ -44,11 +44,11 @@ class Activation(Enum):
 
 
 class Norms(Enum):
-    """The positions of a layer's norms. Attention and MLP each add to their input."""
+    """The positions of a layer's norms. Attention and MLP each add their result to their input."""
 
-    BEFORE = "before"  # before each part
-    AROUND = "around"  # before and after each part
-    BEHIND = "behind"  # after each part
+    BEFORE = "before"  # before the attention and before the MLP
+    AROUND = "around"  # before and after the attention, and before and after the MLP
+    BEHIND = "behind"  # after the attention and after the MLP
     SINGLE = "single"  # before the only part: the layer is a mixer or an MLP alone
 
 
@@ -56,8 +56,8 @@ class HeadNorms(Enum):
     """The norms of queries and keys, which are computed before the rotation."""
 
     NONE = "none"
-    EACH = "each"  # each head by itself; one vector for all query heads, one for all key heads
-    ALL = "all"  # all query heads together, and all key heads together
+    EACH = "each"  # one norm for each head; one weight vector for query heads, one for key heads
+    ALL = "all"  # one norm over all query heads together, one over all key heads together
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ class Family:
     mlp_bias: bool = False  # whether config.json's mlp_bias is read; else no biases
     head_norms: HeadNorms = HeadNorms.NONE
     windows: Windows = Windows.NONE
-    experts: ExpertFamily | None = None  # experts instead of an MLP
+    experts: ExpertFamily | None = None  # experts that layers have instead of an MLP
     states: StateFamily | None = None  # layers that carry a state
     activation: Activation = Activation.SILU
-    activation_key: str = "hidden_act"  # the key in config.json
+    activation_key: str = "hidden_act"  # the key of the activation in config.json
     norms: Norms = Norms.BEFORE
-    centred_norms: bool = False  # stored weights of norms are one less than the weights
+    centred_norms: bool = False  # stored weights of norms are the weights minus one
     wide_norms: bool = False  # results of norms are rounded after the product with the weights
     scaled_embeddings: bool = False  # embeddings are multiplied by the root of hidden_size
     # Scores are divided by the root of config.json's query_pre_attn_scalar (default: this value);
@@ -88,27 +88,27 @@ class Family:
     # Default caps of logits and of attention scores, for absent keys; a null means no cap. None:
     # the family has no cap for scores.
     default_softcaps: tuple[float, float] | None = None
-    # Whether embeddings, scores, additions of a part and logits are scaled by config.json's
+    # Whether embeddings, scores, additions to hidden states and logits are scaled by config.json's
     # embedding_multiplier, attention_multiplier, residual_multiplier and 1 / logits_scaling.
     is_scaled: bool = False
-    # Whether factors at many places of a layer are read (`spec/multipliers.py`).
+    # Whether the factors in `spec/multipliers.py` are read from config.json.
     multiplies: bool = False
     joins_projections: bool = False  # one tensor for queries, keys and values
     joins_gate: bool = False  # one tensor for gate and up
     mlp_size_key: str = "intermediate_size"  # key of an MLP's size in config.json
     default_mlp_size: int | None = None  # None: config.json must have it
     turns_partly: bool = False  # whether config.json's partial_rotary_factor is read
-    default_turning: float = 1.0  # its default
-    fixes_turning: bool = False  # whether a top-level factor must be the default
-    # Whether rotary positions may have sections; for text all sections are equal.
+    default_turning: float = 1.0  # default of partial_rotary_factor
+    fixes_turning: bool = False  # a partial_rotary_factor at the top level must be the default
+    # Whether rotary positions may have sections for time, height and width.
     has_sections: bool = False
     # Default for config.json's no_rope_layers: each n-th layer has no rotary positions.
     no_rope_interval: int | None = None
     # Whether layers have rotary positions only if position_embedding_type says so.
     is_still: bool = False
     never_turns: bool = False  # no layer has rotary positions, whatever config.json says
-    # theta of layers that see all tokens, and of layers with a window, if these have other rotary
-    # positions; None: all layers have the same.
+    # theta of layers that see all tokens, and theta of layers with a window; None: all layers have
+    # the same rotary positions.
     default_thetas: tuple[float, float] | None = None
     default_theta: float = DEFAULT_THETA
     grows_queries: bool = False  # whether the rotary part's llama_4_scaling_beta is read
@@ -119,14 +119,14 @@ class Family:
     default_head_dim: int | None = None  # None: hidden_size / heads
     default_max_positions: int | None = None  # None: config.json must have it
     default_eps: float = 1e-6
-    eps_key: str = "rms_norm_eps"  # its key in config.json
+    eps_key: str = "rms_norm_eps"  # the key of eps in config.json
     adjusts_mlp: bool = False  # whether config.json's block_auto_adjust_ff_dim is read
     gates_attention: bool = False  # whether a gate multiplies the attention's output
     # Prefixes of tensor names that text does not need.
     left_alone: tuple[str, ...] = ()
-    # Parts of tensor names that differ: the family's, the name here.
+    # Parts of tensor names that differ: as the family stores them, and in this project.
     tensor_names: tuple[tuple[str, str], ...] = ()
-    default_window: int | None = 4096  # default width; None: no window without the key
+    default_window: int | None = 4096  # default of sliding_window; None: no window
 
 
 def _delta_states(projections: Projections) -> StateFamily:
@@ -138,7 +138,7 @@ def _delta_states(projections: Projections) -> StateFamily:
     )
 
 
-# The fields that Qwen3-Next and Qwen3.5 have in common.
+# The fields of `Family` that are equal in Qwen3-Next and Qwen3.5.
 _QWEN_HYBRID: dict[str, Any] = {
     "head_norms": HeadNorms.EACH,
     "centred_norms": True,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of attention that a layer can have: which tokens it attends to. The kind decides which
-part of a sequence the KV cache must keep."""
+"""LayerAttention: to which tokens a layer attends. The kind of attention decides which part of a
+sequence the KV cache must keep."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from enum import Enum
 
 
 class AttentionKind(Enum):
-    """The kind of a layer's attention: which earlier tokens a token sees through K and V. A layer
-    that only carries a state, or that is only an MLP, has no K and V."""
+    """The kind of a layer's attention, which decides the earlier tokens whose K and V a token
+    reads. A layer that only carries a state, or that is only an MLP, has no K and V."""
 
     FULL = "full attention"
     WINDOW = "sliding window"
@@ -33,7 +33,7 @@ class LayerAttention:
     @property
     def window(self) -> int | None:
         """The number of tokens in a sliding window, including the token itself; None for other
-        kinds."""
+        kinds of attention."""
         return self.num_tokens if self.kind is AttentionKind.WINDOW else None
 
     @property

@@ -14,27 +14,27 @@ from ..checkpoint.json_fields import MAX_COUNT, JsonFields
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 _OLD_KINDS = {"su": "longrope"}
 DEFAULT_THETA = 10000.0
-# Known factors are 2 to 128. With far larger ones, rounding would destroy the positions.
+# Factors of known models are 2 to 128. With far larger factors, rounding would destroy positions.
 MAX_FACTOR = 1e6
 # Hugging Face's names for layers that see all tokens, and for layers with a window.
 FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
 # Keys of partial rotation, of queries that grow with their position, and of image positions.
 PARTIAL, GROWTH = "partial_rotary_factor", "llama_4_scaling_beta"
 SECTIONS = "mrope_section"
-_SECTIONS = [24, 20, 20]  # of Qwen3-VL, if its file names none
+_SECTIONS = [24, 20, 20]  # the default of Qwen3-VL
 _UNSUPPORTED = (*LAYER_KINDS, SECTIONS, GROWTH)
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """The kind of a layer's rotary positions, and its parameters. Fields that the kind does not use
-    keep their defaults."""
+    """The kind of a layer's rotary positions, and the parameters of this kind. Fields that the kind
+    does not use keep their defaults."""
 
     kind: str = "default"
     theta: float = DEFAULT_THETA
     factor: float = 1.0
     original_max_positions: int = 0  # yarn, longrope, llama3: positions before the stretching
-    attention_factor: float | None = None  # yarn, longrope: given, or derived from the factor
+    attention_factor: float | None = None  # yarn, longrope; None: derived from the factor
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float | None = None
@@ -44,10 +44,10 @@ class RopeSpec:
     high_freq_factor: float = 1.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
-    partial_rotary_factor: float = 1.0  # proportional only
+    partial_rotary_factor: float = 1.0  # for `proportional` only
 
 
-# For layers without rotary positions.
+# The value for layers without rotary positions.
 STILL = RopeSpec("still")
 
 
@@ -59,9 +59,9 @@ def parse_rope(
     heeded: Collection[str] = (),
     default_turning: float = 1.0,
 ) -> RopeSpec:
-    """Read the rotary positions from a config.json. `heeded` has keys that `turning_size` and
-    `parse_query_growth` read, or that have no effect for text. Raises ConfigError with the key that
-    has an unusable value.
+    """Read the rotary positions from a config.json. `heeded` has further keys that are allowed,
+    because `turning_size` or `parse_query_growth` reads them or because they have no effect for
+    text. Raises ConfigError with the key that has an unusable value.
 
     If config.json has both forms, a non-empty `rope_scaling` is used, as in transformers."""
     fields = _rope_fields(config)
@@ -72,7 +72,7 @@ def parse_rope(
 
 
 def turning_size(config: JsonFields, head_dim: int, default: float = 1.0) -> int:
-    """Read how many elements of a head rotate; these are the first elements of the head."""
+    """Return how many elements of a head, from its first element on, rotate."""
     fields = _rope_fields(config)
     source = fields if fields.has(PARTIAL) else config
     share = source.number(PARTIAL, default, at_most=1.0)
@@ -83,8 +83,8 @@ def turning_size(config: JsonFields, head_dim: int, default: float = 1.0) -> int
 
 
 def parse_axes(config: JsonFields, head_dim: int) -> tuple[int, ...]:
-    """Read the axis by which each element of half a head turns, for `ModelSpec.rope_axes`: height
-    and width take every third element up to their section, and time the rest."""
+    """Return `ModelSpec.rope_axes`, the axis by which each element of half a head rotates: height
+    and width have every third element up to the end of their section, time the others."""
     fields, half = _rope_fields(config), head_dim // 2
     given = fields.values.get(SECTIONS, _SECTIONS)
     sections = [each for each in given if isinstance(each, int)] if isinstance(given, list) else []
@@ -98,8 +98,8 @@ def parse_axes(config: JsonFields, head_dim: int) -> tuple[int, ...]:
 
 
 def parse_query_growth(config: JsonFields, rope: RopeSpec) -> float | None:
-    """Read the factor by which queries grow with their position, for `ModelSpec.query_growth`; None
-    if config.json has none."""
+    """Return `ModelSpec.query_growth`, the factor by which queries grow with their position; None
+    if config.json does not have it."""
     fields = _rope_fields(config)
     if not fields.has(GROWTH):
         return None
@@ -118,11 +118,11 @@ def parse_two_ropes(
     config: JsonFields, head_dim: int, max_positions: int, thetas: tuple[float, float]
 ) -> tuple[RopeSpec, RopeSpec]:
     """Read the rotary positions of layers with full attention, and of layers with a window.
-    `thetas` has the default `rope_theta` of both kinds of layers, in this order. Raises ConfigError
-    with the key that has an unusable value.
+    `thetas` has the default `rope_theta` of layers with full attention, then that of layers with a
+    window. Raises ConfigError with the key that has an unusable value.
 
     In the newer form, `rope_parameters` has an object for each of the two kinds of layers. In the
-    older form, `rope_theta` and `rope_scaling` are for layers with full attention, and
+    older form, `rope_theta` and `rope_scaling` apply to layers with full attention, and
     `rope_local_base_freq` is the theta of layers with a window. If config.json has a `rope_scaling`
     and the newer form, the fields of `rope_scaling` override those of full attention."""
     new = config.inner("rope_parameters")
@@ -215,7 +215,7 @@ def _yarn(fields: JsonFields, theta: float, original: int, factor: float) -> Rop
         factor,
         original,
         attention_factor=fields.optional_number("attention_factor"),
-        # Zero means the default too; transformers reads both as "not given".
+        # A zero means the default, as an absent key does in transformers too.
         beta_fast=_number_or_zero(fields, "beta_fast") or 32.0,
         beta_slow=_number_or_zero(fields, "beta_slow") or 1.0,
         mscale=_number_or_zero(fields, "mscale"),
@@ -229,7 +229,7 @@ def _number_or_zero(fields: JsonFields, name: str) -> float | None:
 
 
 def _original_length(config: JsonFields, fields: JsonFields, max_positions: int) -> int:
-    # The key may stand at the top level, and wins there.
+    # The key may also be at the top level of config.json, where it overrides the inner key.
     name = "original_max_position_embeddings"
     source = config if config.has(name) else fields
     return source.integer(name, max_positions, minimum=2)
@@ -245,10 +245,10 @@ def _refuse_partial(config: JsonFields, fields: JsonFields, kind: str) -> None:
 def stable_length(rope: RopeSpec, max_positions: int) -> int:
     """Return the length, in tokens, up to which a token's rotation does not depend on later tokens.
 
-    In a longer sequence, `dynamic` and `longrope` rotate a token by the length that the sequence
-    has in this step. K would then depend on how the prompt is divided into chunks, and could not be
-    shared. `yarn` stretches the original length by its factor, and the result counts even if
-    `max_position_embeddings` is lower."""
+    In a longer sequence, `dynamic` and `longrope` rotate a token by an angle that depends on the
+    length of the sequence in the current step. K would then depend on how the prompt is divided
+    into chunks, and could not be shared. `yarn` stretches the original length by its factor; the
+    stretched length is returned even if `max_position_embeddings` is lower."""
     if rope.kind == STILL.kind:
         return MAX_COUNT
     if rope.kind == "longrope":

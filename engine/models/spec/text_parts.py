@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TextPart: multimodal models. Their text part is served; `vision/` reads the pictures of some."""
+"""TextPart: the text part of a multimodal model, which is served; `vision/` encodes pictures."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class TextPart:
     """The text part of a multimodal model. Its configuration is `text_config` in config.json; its
     tensors' names have a prefix (`checkpoint/tensor_shapes.py`)."""
 
-    model_type: str  # of the whole model
-    architectures: tuple[str, ...]  # rows of FAMILIES; the first if text_config names none
+    model_type: str  # the model_type of the whole multimodal model
+    architectures: tuple[str, ...]  # keys of FAMILIES; the first if text_config names none
 
 
 TEXT_PARTS: Mapping[str, TextPart] = {
