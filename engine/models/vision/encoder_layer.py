@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EncoderLayer: a layer of an encoder of pictures, attention over all patches of a picture and an
+"""EncoderLayer: a layer of a picture encoder: attention over all patches of a picture, and an
 MLP."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Turns = tuple[Tensor, Tensor]  # cosines and sines, float32 [patches, 1, half a 
 
 @dataclass(slots=True)
 class EncoderLayerWeights:
-    """The weights of a layer. Matrices are `[out, in]`; norms have a weight and a bias."""
+    """The weights of an encoder layer. Matrices are `[out, in]`; norms have a weight and a bias."""
 
     first_norm: tuple[Tensor, Tensor]
     qkv: Tensor  # [3 * hidden, hidden]
@@ -33,7 +33,7 @@ class EncoderLayerWeights:
 
 
 class EncoderLayer:
-    """A layer in memory."""
+    """An encoder layer in memory."""
 
     def __init__(self, spec: VisionSpec, weights: EncoderLayerWeights) -> None:
         self._spec, self._weights = spec, weights
@@ -43,8 +43,8 @@ class EncoderLayer:
         self._down = Linear(weights.down, weights.down_bias)
 
     def __call__(self, x: Tensor, turns: Turns | None = None) -> Tensor:
-        """Compute the patches `[patches, hidden]` of one picture. With `turns`, queries and keys
-        have rotary positions."""
+        """Return the layer's output for the patches `x` `[patches, hidden]` of one picture. With
+        `turns`, queries and keys have rotary positions."""
         spec, size = self._spec, (self._spec.hidden_size,)
         normed = F.layer_norm(x, size, *self._weights.first_norm, spec.eps)
         heads = self._qkv(normed).view(len(x), 3, spec.num_heads, -1)
@@ -60,8 +60,7 @@ class EncoderLayer:
 
 
 def _turned(heads: Tensor, turns: Turns) -> Tensor:
-    """Rotate heads `[patches, heads, head]`, in float32 whatever their dtype, as transformers
-    does."""
+    """Rotate `heads` `[patches, heads, head]` in float32, for any dtype, as transformers does."""
     cos, sin = turns
     left, right = heads.float().chunk(2, dim=-1)
     turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)

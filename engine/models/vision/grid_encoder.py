@@ -4,8 +4,8 @@
     pixels ─► patches + interpolated positions ─► layers with rotary positions ─► merged ─► columns
                                                     └─► after some layers: merged ─► more columns
 
-A row of the result has the embedding of a token, and behind it what is added to the token after
-each of the first layers of the text."""
+A row of the result has the embedding of a token, followed by the vectors that are added to the
+token's hidden state after each of the first layers of the text model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _THETA = 10000.0
 class MergerWeights:
     """The weights of a merger, which joins the patches of a token. Matrices are `[out, in]`."""
 
-    norm: tuple[Tensor, Tensor]  # over a patch, or over all patches of a token
+    norm: tuple[Tensor, Tensor]  # of one patch, or of all patches of a token
     up: Tensor
     up_bias: Tensor
     down: Tensor
@@ -88,7 +88,7 @@ class GridEncoder:
         return torch.cat((self._merger(x), *deep), dim=1)
 
     def _order(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Return row and column of each patch: token by token, the patches of a token together."""
+        """Return row and column of each patch; the patches of one token are adjacent."""
         by, device = self._spec.shuffle, self._positions.device
         grid = torch.stack(
             torch.meshgrid(
@@ -103,10 +103,10 @@ class GridEncoder:
 
     def _patches_of(self, pixels: Pixels, row: Tensor, column: Tensor) -> Tensor:
         """Return the scaled pixels of each patch, `[patches, 3 * frames * patch ** 2]`. A picture
-        is a film of equal frames."""
+        counts as a film of `frames` equal frames."""
         spec, size = self._spec, self._spec.patch_size
         numbers = torch.from_numpy(pixels).to(self._mean.device).permute(2, 0, 1)
-        # In float32, as the processor of transformers computes them.
+        # Pixels are scaled in float32, as in the processor of transformers.
         scaled = (numbers.float() * spec.rescale - self._mean.float()) / self._std.float()
         _, height, width = scaled.shape
         cut = scaled.view(3, height // size, size, width // size, size).permute(1, 3, 0, 2, 4)
@@ -114,8 +114,8 @@ class GridEncoder:
         return frames.reshape(len(row), -1).to(self._positions.dtype)
 
     def _positions_at(self, row: Tensor, column: Tensor, rows: int, columns: int) -> Tensor:
-        """Return the learned positions of the patches, between the four nearest of the square that
-        was learned."""
+        """Return the position embedding of each patch, interpolated between the four nearest of the
+        learned square."""
         side = self._spec.image_size // self._spec.patch_size
         total = torch.zeros((), dtype=self._positions.dtype, device=self._positions.device)
         ways = []
@@ -131,7 +131,7 @@ class GridEncoder:
         return total
 
     def _turns(self, row: Tensor, column: Tensor) -> Turns:
-        """Return the rotary positions: half of the pairs turn by the row, half by the column."""
+        """Return cosines and sines: half of the pairs rotate by the row, half by the column."""
         half = self._spec.hidden_size // self._spec.num_heads // 2
         powers = torch.arange(0, half, 2, dtype=torch.float32, device=row.device) / half
         speeds = 1.0 / _THETA**powers
@@ -140,7 +140,7 @@ class GridEncoder:
 
 
 class _Merger:
-    """Joins the patches of a token to one row of the text's size."""
+    """A module that joins the patches of a token to one row of the text model's hidden size."""
 
     def __init__(self, spec: VisionSpec, weights: MergerWeights) -> None:
         self._eps, self._norm = spec.eps, weights.norm

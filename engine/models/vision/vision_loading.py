@@ -16,7 +16,7 @@ from .grid_encoder import GridEncoder, GridWeights, MergerWeights
 from .tile_encoder import EncoderWeights, TileEncoder
 from .vision_spec import VisionSpec
 
-# The prefixes of stored names, with those here.
+# The prefixes of stored tensor names, with the prefixes of this project.
 _TILES = {
     "model.vision_model.": "",
     "vision_model.": "",
@@ -100,7 +100,7 @@ def _with_biases(shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
 
 
 def _name_here(stored: str, prefixes: Mapping[str, str]) -> str | None:
-    """Map a stored name to the name here; None: the tensor is of another part."""
+    """Map a stored name to this project's name; None for a tensor outside the encoder."""
     for prefix, ours in prefixes.items():
         if stored.startswith(prefix):
             return ours + stored.removeprefix(prefix)
@@ -108,7 +108,7 @@ def _name_here(stored: str, prefixes: Mapping[str, str]) -> str | None:
 
 
 class _Reader:
-    """Makes the weights of an encoder from its tensors."""
+    """A maker of an encoder's weights from the tensors of a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, spec: VisionSpec, dtype: torch.dtype) -> None:
         self._checkpoint, self._spec, self._dtype = checkpoint, spec, dtype

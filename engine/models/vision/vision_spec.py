@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """VisionSpec: the shape of a model's encoder of pictures, an immutable value.
 
-`parse_vision` reads it from config.json and the image processor's settings. It needs no torch."""
+`parse_vision` reads a VisionSpec from config.json and the image processor's settings."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ....tiers.settings.values import ConfigError
 from ..checkpoint.files import is_there
 from ..checkpoint.json_fields import JsonFields, read_json
 
-# Since transformers 5 the first file has the settings of the second under `image_processor`.
+# Since transformers 5, processor_config.json has the image processor under `image_processor`.
 PROCESSOR = "processor_config.json"
 PREPROCESSOR = "preprocessor_config.json"
-MAX_SIDE = 4096  # pixels of a picture or a tile
+MAX_SIDE = 4096  # largest side of a picture or a tile, in pixels
 _ACTIVATIONS = ("gelu_pytorch_tanh", "gelu")
-# Classes of processors, with what transformers takes if the file leaves a field out.
+# Classes of image processors, with transformers' defaults for fields that the file lacks.
 _TILED = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
 _WHOLE = ("Qwen2VLImageProcessor",)
 _HALF = (0.5, 0.5, 0.5)
@@ -33,21 +33,21 @@ class VisionSpec:
     pictures of any size."""
 
     kind: str  # `tiles` or `grid`
-    token_id: int  # the placeholder of a picture's tokens
+    token_id: int  # the placeholder token of pictures in a prompt
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
-    patch_size: int  # pixels a side
-    image_size: int  # pixels a side of the learned positions
+    patch_size: int  # side of a patch, in pixels
+    image_size: int  # side of the square of learned positions, in pixels
     eps: float
-    is_tanh: bool  # the activation is GELU by tanh, else by erf
-    shuffle: int  # patches a side that become one token
+    is_tanh: bool  # whether GELU is approximated by tanh instead of erf
+    shuffle: int  # side, in patches, of the square that becomes one token
     rescale: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
     frames: int = 1  # equal pictures that a patch covers
-    deep_layers: tuple[int, ...] = ()  # whose results are added after the first layers of the text
+    deep_layers: tuple[int, ...] = ()  # layers whose results the first text layers add
 
     @property
     def pixels_of_token(self) -> int:
@@ -56,7 +56,7 @@ class VisionSpec:
 
 
 def read_image_processor(path: Path) -> JsonFields | None:
-    """Read the settings of the image processor of the model under `path`; None if it has none."""
+    """Read the image processor's settings of the model under `path`; None if it has no settings."""
     if is_there(path / PROCESSOR):
         whole = read_json(path / PROCESSOR)
         if whole.has("image_processor"):
@@ -65,8 +65,8 @@ def read_image_processor(path: Path) -> JsonFields | None:
 
 
 def parse_vision(path: Path, whole: JsonFields) -> VisionSpec | None:
-    """Read the encoder of the model under `path`; None for a model whose pictures are not read
-    here. Raises ConfigError with file and key for values that are not supported."""
+    """Read the `VisionSpec` of the model under `path`; None for a model without a supported
+    encoder. Raises ConfigError with file and key for values that are not supported."""
     names = whole.values.get("architectures")
     parse = _PARSERS.get(names[0]) if isinstance(names, list) and names else None
     shown = None if parse is None else read_image_processor(path)
@@ -146,7 +146,7 @@ _PARSERS: Mapping[str, Callable[[JsonFields, JsonFields, JsonFields], VisionSpec
 
 
 def _check_processor(shown: JsonFields, known: Sequence[str]) -> None:
-    """Raise ConfigError unless the image processor is one of `known` and does all of its work."""
+    """Raise ConfigError unless the image processor is in `known` and has no step disabled."""
     kind = shown.text("image_processor_type").removesuffix("Fast").removesuffix("Pil")
     if kind not in known:
         raise shown.fault("image_processor_type", " or ".join(known), kind)
