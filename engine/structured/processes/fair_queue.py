@@ -49,9 +49,8 @@ class FairQueue(Generic[Job]):
             if self._num_ends:
                 self._num_ends -= 1
                 return None
-            tenant = min(
-                self._jobs, key=lambda name: self._used.get(name, 0.0)
-            )  # of equals, the first
+            # Of tenants with equal times, the first.
+            tenant = min(self._jobs, key=lambda name: self._used.get(name, 0.0))
             jobs = self._jobs[tenant]
             job = jobs.popleft()
             self._size -= 1
