@@ -64,8 +64,8 @@ class ContextChunk:
 
 @dataclass(slots=True)
 class DecodeBatch:
-    """One row for each of several decoding requests. Their K and V are `[len(rows), keys]` tokens
-    of the gathered copy, from token `offset` on."""
+    """Decoding requests, with a row for each. Their K and V are `[len(rows), keys]` tokens of the
+    gathered copy, from token `offset` on."""
 
     offset: int
     keys: int

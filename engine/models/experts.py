@@ -174,7 +174,7 @@ class ExpertMlp:
 
 
 class _AllExperts:
-    """One product (such as gate and up) of all experts, for experts whose matrices are separate."""
+    """A product (such as gate and up) of all experts, for experts whose matrices are separate."""
 
     def __init__(self, experts: ExpertMlp, products: list[Adaptable]) -> None:
         self._experts, self._products = experts, products

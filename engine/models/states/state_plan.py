@@ -38,7 +38,7 @@ class StateSequence(NamedTuple):
 
 
 class RowBatch(NamedTuple):
-    """One row of each of several sequences; the rows of a batch are computed together."""
+    """A row of each of several sequences; the rows of a batch are computed together."""
 
     rows: Tensor | None  # int64 [batch]; None: all rows of the step, in order
     sources: Tensor  # int64 [batch]: slots to read; unused for `fresh` rows

@@ -257,7 +257,7 @@ class SeenTokens:
 
     @property
     def counts(self) -> IntArray:
-        """How often each token occurs in the output; 0 for tokens that only the prompt has."""
+        """Each token's number of occurrences in the output; 0 for tokens of the prompt only."""
         return self._counts[: self._size]
 
     def count_new(self) -> None:
