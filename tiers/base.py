@@ -162,7 +162,7 @@ class StoreTier(ABC):
         block's outcome is DAMAGED. Raises TierBusy if the queue is full."""
 
     def touch(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - a hint, not a duty
-        """Mark these blocks, given in prompt order, as just used. The slab has just evicted them,
+        """Mark blocks, given in prompt order, as just used. The slab has just evicted these blocks,
         so this tier may have the last copies. Does no I/O and ignores unknown keys."""
 
     def prefetch_lookup(self, keys: Sequence[bytes]) -> Future[None] | None:
@@ -178,7 +178,7 @@ class StoreTier(ABC):
         return False
 
     def lease(self, keys: Sequence[bytes], seconds: float) -> Future[list[bool]] | None:
-        """Protect these blocks, given in prompt order, from eviction for `seconds`. The future soon
+        """Protect blocks, given in prompt order, from eviction for `seconds`. The future soon
         completes with a bool for each block, whether the block is protected. Blocks after the first
         missing block need not be protected. Return None if the tier has no leases."""
         return None

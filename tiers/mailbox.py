@@ -24,7 +24,7 @@ class Mailbox:
         self.version = 0  # grows with each change that tickets or look-ups show
 
     def deliver(self, completion: Callable[[], None]) -> None:
-        """Queue a callback. The owner's thread runs it in the next `run_delivered`."""
+        """Queue a callback, which the owner's thread runs in the next `run_delivered`."""
         self._queue.append(completion)
         self._delivered.set()
         self._ring()

@@ -163,7 +163,7 @@ class ReopeningStore(ForwardingStore):
         self._thread.join(max(0.0, deadline - time.monotonic()) + 0.1)
 
     def _retry_after_reopen(self, call: Callable[[], _T]) -> _T:
-        """Run `call`. Run it again if it raised TierClosed because `inner` was replaced."""
+        """Run `call`, and again if it raised TierClosed because `inner` was replaced."""
         asked = self.inner
         try:
             return call()
@@ -277,7 +277,7 @@ class DiskStore(StoreTier):
 
     @abstractmethod
     def has_lost_disk(self) -> bool:
-        """Whether this store has lost its disk. May block. Only one thread calls this."""
+        """Whether this store has lost its disk. May block. Only one thread may call this method."""
 
     @abstractmethod
     def not_yet_forgotten(self) -> tuple[list[bytes], bool]:
@@ -291,7 +291,7 @@ class DiskStore(StoreTier):
 
 
 class EmptyStore(StoreTier):
-    """Replaces a store that is down. It has no blocks and refuses every block."""
+    """The replacement of a store that is down, which has no blocks and refuses every block."""
 
     is_up = False
 

@@ -7,7 +7,7 @@ the tag with the block, and an engine that loads the block checks the tag.
     tag      HMAC-SHA256(tag key, name ‖ payload)[:16]           the same, with a tag key
     name     "STRKVTAG" ‖ layout id (16) ‖ payload bytes u64 ‖ key (40)
 
-A tier keeps the digest and the tag together as the block's `Proof`. Whenever a tier moves the
+A tier keeps the digest and the tag together as the block's `Proof`. Whenever a tier moves a block's
 bytes, it compares the digest, which needs neither the name nor the tag key. A tier makes no new tag
 for a block that came with a tag. A tag without a tag key detects damaged and mixed-up blocks. Only
 a holder of the tag key can make a tag with this key; the server that keeps the block and the

@@ -67,7 +67,7 @@ class Embeds(NamedTuple):
     values: Tensor  # [n, hidden], not changed by other code
 
     def joined_with(self, other: Embeds) -> Embeds:
-        """Return one `Embeds` with the rows of both. Neither may have `rows` None."""
+        """Return an `Embeds` with the rows of `self` and of `other`. `rows` None is not allowed."""
         assert self.rows is not None and other.rows is not None
         values = torch.cat((self.values, other.values.to(self.values.dtype)))
         return Embeds(torch.cat((self.rows, other.rows)), values)

@@ -42,7 +42,7 @@ class HostCopies(NamedTuple):
     def wait(self) -> list[Tensor]:
         """Wait until the copies have arrived, and return them."""
         if self.arrived is not None:
-            # A wait for the stream would be reported by torch's sync debug mode; this wait is not.
+            # torch's sync debug mode reports a wait for the stream, but not a wait for an event.
             self.arrived.synchronize()
         return self.copies
 

@@ -2,7 +2,7 @@
 """State by row of the persistent batch. The state moves with the requests from row to row.
 
 `RowValues` holds one number for every row, as an array; `RowStates` holds an object for the few
-rows that need one. Both change only by BatchUpdates, and drop an emptied row's state."""
+rows that need one. The content changes only by BatchUpdates; an emptied row has no state."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..batch.batch_update import IntArray
 from .copies import to_device
 
-# Top-p rarely needs more candidates than this; if it does, the whole vocabulary is sorted.
+# The first number of candidates for top-p; if top-p needs more, the whole vocabulary is sorted.
 FIRST_CANDIDATES = 256
 # The largest top-k for which a row is drawn without a pass over the logits that top-k leaves out.
 MOST_FEW = 1024

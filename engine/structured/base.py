@@ -42,8 +42,8 @@ class GrammarError(ValueError):
 
 
 class NotNow(GrammarError):
-    """The grammar was not compiled this time. The cause may lie outside the grammar, so a later
-    request may try again."""
+    """A compilation failed for a cause that may lie outside the grammar, so a later request may
+    compile the grammar again."""
 
 
 class Rows:
@@ -60,7 +60,7 @@ class Rows:
         self.exchanged: Any = None
 
     def is_empty(self, index: int) -> bool:
-        """Whether a row allows no token. For a single row this is faster than numpy's `any`."""
+        """Whether a row allows no token. For one row this is faster than numpy's `any`."""
         size = self.words.shape[1] * (BITS // 8)
         return not self.data[index * size : (index + 1) * size].tobytes().strip(b"\0")
 
@@ -129,7 +129,7 @@ class Backend(ABC):
 
     def load_requirements(self, spec: GrammarSpec) -> None:
         """Import and open everything that `build` will need for this grammar. The building thread
-        calls this while another process compiles the grammar. Raises GrammarError."""
+        calls this method while another process compiles the grammar. Raises GrammarError."""
         return
 
     def try_out(self, spec: GrammarSpec, *, is_second: bool = False) -> tuple[Form, Grammar]:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 MOST_PROCESSES = 2  # that compile grammars of the long queue at once
 COMPILE_LIMIT = Limit(cpu_seconds=10.0)
-# The limit of a grammar's first try. A grammar that exceeds it waits for all untried grammars.
+# The limit of a grammar's first try. A grammar over this limit waits for all untried grammars.
 MOMENT = Limit(cpu_seconds=0.25, seconds=3.0)
 FOLLOW_LIMIT = Limit(cpu_seconds=1.0, seconds=60.0)  # for a mask row from a process
 MOST_BYTES = 64 * 1024**2  # limit of one grammar's memory
@@ -58,7 +58,7 @@ Made = tuple[Grammar, Words, float]  # a grammar, its first mask row, the row's 
 
 @dataclass(slots=True, eq=False)
 class Compilation:
-    """The compilation of a grammar. Until `is_done` it has neither a grammar nor an error.
+    """The compilation of a grammar. Until `is_done` there is neither a grammar nor an error.
     `first_words` is the mask row at the beginning of an answer, often the slowest of all rows.
     `may_be_later`: the grammar did not cause the error, so the next request compiles it again."""
 
@@ -259,8 +259,8 @@ class GrammarCompiler:
             self.free(dropped)
 
     def free(self, dropped: list[Any]) -> None:
-        """Free these objects on the builder's thread. Freeing a large grammar takes milliseconds,
-        for which no step may wait. The caller must keep no reference to the objects."""
+        """Free `dropped` on the builder's thread. Freeing a large grammar takes milliseconds, for
+        which no step may wait. The caller must keep no reference to the objects."""
         self._builder.put("", partial(_free, dropped))
 
     def stop_taking_over(self) -> None:
@@ -355,8 +355,8 @@ class GrammarCompiler:
         self._builder.put(compilation.tenant, partial(self._run_here, compilation, take_over))
 
     def _follow_apart(self, tenant: str, process: FollowingProcess) -> Grammar:
-        """Return a grammar that stays in its process. If there are too many such grammars, end the
-        process of the grammar that has been idle longest. Raises NotNow if too many are in use."""
+        """Return a grammar that stays in its process. Above the limit of such grammars, end the
+        process that has been idle longest. Raises NotNow if too many are in use."""
         grammar = GrammarApart(process, FOLLOW_LIMIT, tenant)
         with self._making_room:
             there = [each for made in self._apart if (each := made()) and not each.is_gone]
@@ -440,7 +440,7 @@ class GrammarCompiler:
         compilation.error = text
 
     def _give_up(self, compilation: Compilation, error: str) -> bool:
-        """Fail a waiting compilation with this error. Return False if it had begun or was done."""
+        """Fail a waiting compilation with `error`. Return False if it had begun or was done."""
         with self._beginning:
             if compilation.has_begun or compilation.is_done:
                 return False

@@ -38,7 +38,7 @@ class Follower:
         self.row_seconds = math.inf
         self.ahead: AheadRow | None = None  # the next row, while a thread makes it
         self.failed = ""  # the error in making `ahead`
-        self.num_white = 0  # white tokens at the answer's end, where only those were allowed
+        self.num_white = 0  # white tokens at the answer's end, with no others allowed
 
     @property
     def matcher(self) -> Matcher:
@@ -106,7 +106,7 @@ class MaskJob:
 
 @dataclass(slots=True)
 class AheadRow:
-    """A row that a thread makes between steps. The step's thread reads it when `is_done` is
+    """A row that a thread makes between steps. The step's thread reads the row when `is_done` is
     True."""
 
     job: MaskJob

@@ -60,8 +60,8 @@ class MaskMaker:
         return self._batch is None or self._batch.wait(0.0)
 
     def start_jobs(self, jobs: Sequence[MaskJob]) -> None:
-        """Do the fast jobs, and start the second thread on the others. `jobs` must not be empty,
-        and `wait_for_masks` must have returned the jobs of the previous call."""
+        """Do the fast jobs, and start the second thread on all other jobs. `jobs` must not be
+        empty, and `wait_for_masks` must have returned the jobs of the previous call."""
         starts: Sequence[int] = range(len(jobs))
         num_rows = len(jobs)
         if any(job.drafts for job in jobs):

@@ -45,8 +45,8 @@ class Vocabulary:
 
     @classmethod
     def load(cls, directory: Path, vocab_size: int, end_ids: Sequence[int]) -> Vocabulary:
-        """Read the vocabulary from a model's directory. Raises NoVocabulary if it has no
-        tokenizer."""
+        """Read the vocabulary from a model's directory. Raises NoVocabulary for a directory without
+        a tokenizer."""
         path = directory / _FILE
         if not is_there(path):
             raise NoVocabulary(

@@ -90,7 +90,7 @@ class IncrementalDetokenizer:
         return stable[len(given) :]
 
     def decode_rest(self) -> str:
-        """Return the rest of the text. Half a character becomes U+FFFD."""
+        """Return the remaining text. Half a character becomes U+FFFD."""
         return self._advance(self._decode_ids(self._ids))
 
     def _context_of(self, prompt_token_ids: Sequence[int]) -> list[int]:

@@ -75,7 +75,7 @@ class PromptParts:
 
     def end_prompt(self, part: str | Sequence[int] = "") -> tuple[int, list[int]]:
         """Add the last part. Return how many told tokens are valid, and the prompt's tokens after
-        those."""
+        the valid ones."""
         if isinstance(part, str):
             text = self._joined(part)
             self._fixed = self._fixed + (self._encode(text) if text else [])

@@ -54,9 +54,9 @@ class ReasoningMarks:
 
 
 def find_marks(tokenizer: Tokenizer | None, start: str, end: str) -> ReasoningMarks | None:
-    """Return the marks `start` and `end`. If both are empty, return well-known marks that are
-    tokens of the vocabulary. Return None if no marks are found, or if `start` or `end` is `none`.
-    Raises ConfigError for a mark that the tokenizer cannot represent."""
+    """Return the marks `start` and `end`. If `start` and `end` are empty, return well-known marks
+    that are tokens of the vocabulary. Return None if no marks are found, or if `start` or `end` is
+    `none`. Raises ConfigError for a mark that the tokenizer cannot represent."""
     if NONE in (start, end):
         return None
     if start or end:

@@ -2,7 +2,7 @@
 """grpc.health.v1: SERVING until the server drains, then NOT_SERVING.
 
 Health replaces the servicer of grpc's package, in which a watcher that does not read delays every
-change of the status. The service needs no credentials, so it limits the number of calls and the
+change of the status. The service needs no credentials, so Health limits the number of calls and the
 time in which a request must arrive."""
 
 from __future__ import annotations

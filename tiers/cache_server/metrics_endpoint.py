@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An HTTP server for GET /metrics. It accepts few connections, and one small request on each."""
+"""An HTTP server for GET /metrics, which accepts few connections and one small request on each."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@
     reload  tenants, tokens and certificates change; memory, ports and connections stay
     drain   report NOT_SERVING; refuse new calls; finish running calls; write blocks to the disk
 
-The server checks all its addresses before it starts any part. It refuses an address that is in use,
-and an address that other machines can reach without TLS and credentials."""
+The server checks all its addresses before it starts any part. The server refuses an address that is
+in use, and an address that other machines can reach without TLS and credentials."""
 
 from __future__ import annotations
 

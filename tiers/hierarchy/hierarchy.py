@@ -6,8 +6,8 @@
 
 Blocks are written to a shared store at once. By default a promoted block also stays in its store
 (inclusive). An exclusive first store drops a promoted block, and gets it back before the slab
-evicts it. In both cases a block that was written back stays in the slab until its slot is needed.
-Every fault of a store becomes a miss and is counted by its cause; no load, store or look-up raises.
+evicts it. A block that was written back stays in the slab until its slot is needed. Every fault of
+a store becomes a miss and is counted by its cause; no load, store or look-up raises.
 
 A caller may rely on these properties:
 - no method but `flush` and `close` waits for a disk or a socket;

@@ -249,8 +249,8 @@ def send_proven(
     """Send payloads of equal length, LEAST_BYTES or more, each followed by its tag and digest.
     `names` joins a name (layout and key) for each payload, all of one length up to MOST_NAME_BYTES.
     A tag is the digest of a name and a payload's digest. `digests` are the expected digests, None
-    if unknown. A payload with another digest is followed by zeros. Return the positions of such
-    payloads. Socket, deadline and memory are as in `send_payloads`. Raises OSError."""
+    if unknown. A payload with another digest is followed by zeros. Return the positions of payloads
+    with another digest. Socket, deadline and memory are as in `send_payloads`. Raises OSError."""
     found, count = library(), len(payloads)
     assert found is not None
     name_bytes = _length_of_one(names, count)
@@ -299,7 +299,7 @@ def _cut(written: _Written, step: int, count: int) -> list[bytes]:
 
 
 def _length_of_one(names: bytes, count: int) -> int:
-    """Return the bytes of one name. Raises ValueError if these exceed MOST_NAME_BYTES."""
+    """Return the length of one name. Raises ValueError if it exceeds MOST_NAME_BYTES."""
     name_bytes = len(names) // max(1, count)
     if name_bytes > MOST_NAME_BYTES:
         raise ValueError(f"expected names of up to {MOST_NAME_BYTES} bytes, got {name_bytes}")

@@ -33,7 +33,7 @@ SUSPEND = 512
 MAX_SUSPEND = 1 << 14
 # The number of prompts after which a result has half its weight.
 HALF_LIFE = 1024
-# A worse policy lost more than this share of blocks, and more than this many deviations.
+# A policy is worse than LRU if it lost more than MARGIN of the blocks, and DEVIATIONS.
 MARGIN = 0.002
 DEVIATIONS = 1.5
 

@@ -155,7 +155,7 @@ class History:
         return block
 
     def _move_chain(self, chain: Sequence[bytes], prompt: Prompt) -> None:
-        """Move the chain's blocks into new runs of this prompt."""
+        """Move the blocks of `chain` into new runs of `prompt`."""
         used: dict[Run, int] = {}
         made: list[Run] = []
         levels = self._levels

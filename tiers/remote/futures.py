@@ -31,8 +31,8 @@ def then(future: Future[_T], work: Callable[[_T], _R]) -> Future[_R]:
 
 
 def all_of(futures: Sequence[Future[Any]], work: Callable[[], _R]) -> Future[_R]:
-    """Return a future with `work()`, which is called when all `futures` have ended. It fails only
-    if all `futures` failed, so that one failing server does not fail a whole call."""
+    """Return a future with `work()`, which is called when all `futures` have ended. The new future
+    fails only if all `futures` failed, so that one failing server does not fail a call."""
     result: Future[_R] = Future()
     lock = threading.Lock()
     left = len(futures)

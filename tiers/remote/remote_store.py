@@ -105,7 +105,7 @@ class RemoteStore(StoreTier):
         return any(server.link.is_up for server in self._servers)
 
     def wait_up(self, timeout_seconds: float) -> bool:
-        """Wait until all servers are attached. Return whether they are. Called at the start."""
+        """Wait until all servers are attached. Return False on a timeout. Called at the start."""
         return all_up([server.link for server in self._servers], timeout_seconds)
 
     def kinds(self) -> set[str]:

@@ -32,7 +32,7 @@ class ServerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch. The link must be closed before, because this ends the watch's call."""
+        """End the watch. The link must be closed first, which ends the watch's call."""
         self._closed.set()
         self._thread.join(_PAUSE_SECONDS + 1)
 

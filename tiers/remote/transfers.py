@@ -2,9 +2,9 @@
 """Transfers: the loads or the stores of one server, with a queue, a thread and a connection.
 
 The first transfer opens a connection, which later transfers use. A connection that fails is closed.
-If it was open before the transfer, the transfer is tried again on a new connection, since the
-server may have restarted, or the old connection may have been idle too long. A fallback connection
-is closed at intervals, so that the next transfer tries to open a better connection."""
+A transfer that fails on an earlier connection is tried again on a new connection, since the server
+may have restarted, or the old connection may have been idle too long. A fallback connection is
+closed at intervals, so that the next transfer tries to open a better connection."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Transfers(Generic[_T]):
         return None if connection is None else connection.kind
 
     def close(self, deadline: float) -> None:
-        """Wait for the queued transfers until the deadline, then abort the others. Idempotent."""
+        """Wait for the queued transfers until the deadline, then abort all others. Idempotent."""
         if not self._queue.close(deadline):
             self._is_ending = True
             connection = self._connection

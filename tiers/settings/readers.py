@@ -213,7 +213,7 @@ def tiers(called: str, value: Any) -> tuple[str, ...]:
 
 
 def tier_options(called: str, value: Any) -> dict[str, dict[str, str]]:
-    """Read `tier.option=value,…` into a dict tier → option → value. Accepts such a dict too."""
+    """Read `tier.option=value,…` into a dict tier → option → value. A dict is accepted too."""
     if isinstance(value, Mapping):
         if not all(isinstance(options, Mapping) for options in value.values()):
             raise ConfigError(f"{called} takes options by tier, not {format_value(value)}")

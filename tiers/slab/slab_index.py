@@ -4,11 +4,11 @@
     engine   SlabIndex    publish, retract ──► records, journal ──► SlabReader    server
              is_held      ◄── times until which slots are kept ◄── hold
 
-Neither process waits for the other. The engine writes a few bytes for each block that is committed
-or removed, and evicts no block before the end of its hold. A hold ends at a given time, so a server
-that dies leaves no lasting hold. A block may be evicted after the server has read its record and
-before the server holds its slot. So the server reads the record again once it holds the slot, and
-the engine that loads the block compares the digest.
+The engine and the server never wait for each other. The engine writes a few bytes for each block
+that is committed or removed, and evicts no block before the end of its hold. A hold ends at a given
+time, so a server that dies leaves no lasting hold. A block may be evicted after the server has read
+its record and before the server holds its slot. So the server reads the record again once it holds
+the slot, and the engine that loads the block compares the digest.
 
     header    magic, slots, journal entries; epoch; number of journal entries written
     journal   a ring: the slot whose record has changed, or _ALL

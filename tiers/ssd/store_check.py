@@ -162,8 +162,8 @@ class _Check:
         self.result.rebuilt_rows = len(rows)
 
     def _seal(self) -> Seal | None:
-        """Return the seal of this store's records. None if they have plain checksums, or if the key
-        or the identity is unknown. Raises TierConfigError for a key that is not the store's."""
+        """Return the seal of the store's records; None for records with plain checksums, or if the
+        key or the identity is unknown. Raises TierConfigError for a key that is not the store's."""
         if self._identity is None:
             return None  # the identity is unknown
         made_for, given = unpack(self._identity.namespace), self._mac_key

@@ -76,7 +76,7 @@ _PAUSE_SECONDS = 1.0  # pause after an unexpected exception
 
 
 class Writer:
-    """The queue of writes and both threads. The module's docstring explains `durable`."""
+    """The queue of writes, and its two threads. The module's docstring explains `durable`."""
 
     def __init__(
         self,
@@ -367,8 +367,8 @@ class Writer:
         return written
 
     def _doubt(self, batches: Sequence[Batch], entries: Sequence[Entry]) -> None:
-        """Keep the slots of entries whose commit failed. The rows of these entries may be on the
-        disk, so the slots are free only after the rows are removed."""
+        """Keep the slots of entries whose commit failed. Their rows may be on the disk, so the
+        slots are free only after these rows are removed."""
         with self._state.lock:
             self._state.index.keep_leaving(entries)
             self._woken = True

@@ -241,7 +241,7 @@ class FaultyStore(ForwardingStore):
     # The next methods are called under the lock, since they use the random generator and count.
 
     def _fails(self, call: str) -> bool:
-        """Count a call. Return whether the plan makes it fail."""
+        """Count a call. Return whether the plan makes the call fail."""
         self._calls[call] += 1
         every = self.plan.find_rule(call, "every")
         if every is not None and self._calls[call] % int(every.value) == 0:

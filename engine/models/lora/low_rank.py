@@ -48,7 +48,7 @@ class Adaptable(Protocol):
         """Make the adapter slots. `rows` has each row's slot; `rank` is the largest rank."""
 
     def prepare_adapter(self, adapter: LowRank, /) -> Any:
-        """Return the adapter in the form that `put_adapter` takes. Any thread may call this."""
+        """Return the adapter in the form that `put_adapter` takes. Thread-safe."""
 
     def put_adapter(self, slot: int, prepared: Any, /) -> None:
         """Put a prepared adapter into a slot for later steps; None empties the slot."""

@@ -39,7 +39,7 @@ class ModelSlots:
         return self.rows.num_slots
 
     def prepare_adapter(self, layers: Sequence[LayerAdapter]) -> PreparedAdapter:
-        """Convert the additions to the form that the products take. Any thread may call this."""
+        """Convert the additions to the form that the products take. Thread-safe."""
         return [
             {target: products[target].prepare_adapter(low) for target, low in own.items()}
             for products, own in zip(self._products, layers, strict=True)

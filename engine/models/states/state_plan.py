@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
 
 class LongSequence(NamedTuple):
-    """A sequence that is computed separately from the others."""
+    """A sequence that is computed separately from other sequences."""
 
     source: int | None
     pieces: tuple[Piece, ...]

@@ -6,8 +6,8 @@
             return my_callable if "mine" in (params.extra_args or {}) else None
 
 A callable takes (output token ids, logits) or (prompt token ids, output token ids, logits) and
-returns the logits, `[vocab]`. The adapter calls it row by row, so each request costs a Python call
-in each step. A `StatefulProcessor` can process all requests together."""
+returns the logits, `[vocab]`. The adapter calls a callable row by row, so each request costs a
+Python call in each step. A `StatefulProcessor` can process all requests together."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Forced(NamedTuple):
 
 
 class ThinkingBudget(StatefulProcessor[Thinking]):
-    """Forces end marks. As the last processor before the choice, it has the last word on a forced
+    """Forces end marks. No processor between ThinkingBudget and the choice can change a forced
     token. A banned token stays banned; no token is then forced in the row."""
 
     def apply(

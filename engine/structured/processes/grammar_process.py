@@ -192,7 +192,7 @@ def _try_out(backend: Backend, ask: Ask, vocab_size: int) -> tuple[Answer, Gramm
 
 
 def _told(run: Callable[[], Told], kind: Callable[..., Told]) -> Told:
-    """Return the result of `run`. If it raises, return an answer of `kind` with the error."""
+    """Return the result of `run`. If `run` raises, return an answer of `kind` with the error."""
     try:
         return run()
     except (GrammarError, MemoryError, RecursionError) as error:

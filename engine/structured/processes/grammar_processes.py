@@ -116,9 +116,9 @@ class GrammarProcesses:
         self.trusts_threads = True  # False: no more grammars are built in the engine process
 
     def try_out(self, spec: GrammarSpec, limit: Limit, *, is_second: bool = False) -> Tried:
-        """Compile a grammar in a process, and wait for the result. Any thread may call this. Raises
-        GrammarError for a grammar that cannot be compiled, TooSlow if it takes longer than the
-        limit, and NotNow if the cause may lie outside the grammar."""
+        """Compile a grammar in a process, and wait for the result. Thread-safe. Raises GrammarError
+        for a grammar that cannot be compiled, TooSlow if it takes longer than the limit, and NotNow
+        if the cause may lie outside the grammar."""
         # A process that may have to make the grammar's masks is never SCHED_IDLE.
         may_follow = self._start.backend == "xgrammar" and bool(why_untamed(spec))
         process = self._acquire_process(is_last=self._are_last and not may_follow)
@@ -419,7 +419,7 @@ class _FirstProcess:
 
 
 class _Process:
-    """A forked process. One thread at a time may call it, with one request at a time."""
+    """A forked process. Only one thread at a time may use a process."""
 
     def __init__(
         self, first: _FirstProcess, pid: int, descriptor: int, ours: socket.socket, *, is_last: bool

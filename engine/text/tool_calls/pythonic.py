@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parser of calls written as a Python list: `[f(city="Bonn", days=3), g()]`.
 
-Llama 3.2, Llama 4 and ToolACE use this format. Values are parsed as literals and never executed. A
+Llama 3.2, Llama 4 and ToolACE use this form. Values are parsed as literals and never executed. A
 value that is not a literal becomes a string. Arguments are output one after another, as JSON."""
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """Authenticator: finds the tenant of a call by its credentials. Handlers call `current_tenant`.
 
 Credentials are a token in `authorization: Bearer ...` or a client certificate that TLS has verified
-(TLS refuses expired certificates). If a call has both, one tenant must own both."""
+(TLS refuses expired certificates). A call's token and certificate must belong to one tenant."""
 
 from __future__ import annotations
 

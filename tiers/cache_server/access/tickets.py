@@ -51,7 +51,7 @@ class Tickets:
             return ticket
 
     def use_ticket(self, ticket: bytes) -> Caller | None:
-        """Invalidate a ticket. Return the caller that got it, or None if it was not valid."""
+        """Invalidate a ticket. Return the caller of a valid ticket, or None."""
         with self._lock:
             self._expire(self._clock())
             return self._remove(ticket)

@@ -5,8 +5,8 @@
     standard output    lines of JSON: {"ready": port}, {"error": why}, {"log": [level, text]},
                        {"sent": [blocks, bytes], "held": blocks}
 
-The process can read the slab's memory and its index, and can protect slots from eviction. It runs
-at a lower priority than the engine, and no engine step waits for a lock of this process."""
+The process can read the slab's memory and its index, and can protect slots from eviction. The
+process has a lower priority than the engine, and no engine step waits for one of its locks."""
 
 from __future__ import annotations
 

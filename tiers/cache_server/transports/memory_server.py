@@ -98,7 +98,7 @@ class MemoryServer(SessionServer):
 
 
 def _lock(folder: str) -> int | None:
-    """Lock a folder. Return a descriptor, or None if it is locked already. May raise OSError."""
+    """Lock a folder. Return a descriptor, or None for a locked folder. May raise OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

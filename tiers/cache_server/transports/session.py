@@ -34,7 +34,7 @@ class Draining:
         self.has_begun = False
 
     def begin_drain(self) -> None:
-        """Set the flag. Any thread may call this. Idempotent."""
+        """Set the flag. Any thread may call this method. Idempotent."""
         self.has_begun = True
         os.eventfd_write(self.fd, 1)
 

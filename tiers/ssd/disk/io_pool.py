@@ -284,7 +284,7 @@ class IoPool:
             return None
 
     def _try(self, call: Callable[[], _T]) -> _T | None:
-        """Return the result of `call`. If it raises, log the exception and return None."""
+        """Return the result of `call`. If `call` raises, log the exception and return None."""
         try:
             return call()
         except Exception as error:

@@ -103,7 +103,7 @@ class _Watch:
         self._seen_at = time.monotonic()
 
     def max_wait_seconds(self) -> float:
-        """Seconds without output after which the child is killed; these grow with the rows read."""
+        """Seconds without output after which the child is killed, which grow with the rows read."""
         return self._timeout_seconds + self._rows / _SLOWEST_ROWS_PER_SECOND
 
     def run(self, child: subprocess.Popen[bytes]) -> None:

@@ -36,7 +36,7 @@ class StoreEntry:
     layout_text: str | None  # the layout of the store's blocks
     allocated_bytes: int  # bytes that the file system has allocated to the store
     blocks: int | None  # number of blocks at the last commit
-    used_bytes: int | None  # payload bytes of these blocks
+    used_bytes: int | None  # payload bytes of `blocks`
     last_used: float  # time of the last change to a file, in seconds since 1970
     owner: str | None  # id of the process that uses the store, if known
 

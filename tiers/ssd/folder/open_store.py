@@ -80,7 +80,7 @@ class OpenedStore:
     epoch: int  # of this opening; no earlier opening had it
     cleared_up_to: int  # the generation up to which all blocks are removed
     note_cleared: Callable[[int], None]  # writes the new value durably; may raise OSError
-    forget_other_formats: Callable[[], None]  # removes these stores durably; may raise OSError
+    forget_other_formats: Callable[[], None]  # removes stores of other formats durably; OSError
     is_in_place: Callable[[], bool]  # whether the path still leads to the store
     close: Callable[[], None]
 
