@@ -212,7 +212,7 @@ class StoreTier(ABC):
 
 
 class SlabTier(ABC):
-    """Memory divided into fixed slots of one block each. Calls come in pairs:
+    """Memory divided into fixed slots of one block each. Calls are made in pairs:
 
     reserve → (copy bytes in) → commit            a block is stored
     pin     → (copy bytes out) → unpin            a block is read; a pinned slot is never reused"""

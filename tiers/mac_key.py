@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """MacKey: a secret that authenticates the records of a store or the tags of blocks on cache
-servers. The operator provides the key in a file; StrataKV never generates one.
+servers. The operator provides the key in a file; StrataKV never generates a key.
 
     id                 the first 8 bytes of HMAC-SHA256(key, "id")
     key of one store   HMAC-SHA256(key, "store" ‖ 0 ‖ namespace)

@@ -38,7 +38,7 @@ class FreshChunk:
 
     start: int
     end: int
-    tiles: list[Tile] | None = None  # tiles of the chunk; None: each row sees all earlier rows
+    tiles: list[Tile] | None = None  # tiles of the chunk; None: a row attends to all earlier rows
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Tile:
     end: int
     first: int
     keys: int
-    mask: Tensor | None  # [rows, keys] of 0 and -inf; None: every key is seen
+    mask: Tensor | None  # [rows, keys] of 0 and -inf; None: no key is masked
 
 
 @dataclass(slots=True)

@@ -107,7 +107,7 @@ class Family:
     # Whether layers have rotary positions only if position_embedding_type says so.
     is_still: bool = False
     never_turns: bool = False  # no layer has rotary positions, whatever config.json says
-    # theta of layers that see all tokens, and theta of layers with a window; None: all layers have
+    # theta of layers with full attention, and theta of layers with a window; None: all layers have
     # the same rotary positions.
     default_thetas: tuple[float, float] | None = None
     default_theta: float = DEFAULT_THETA

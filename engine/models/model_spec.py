@@ -47,7 +47,7 @@ class ModelSpec:
     mlp_bias: bool
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    sliding_window: int | None = None  # the last positions that `sliding_layers` see; None: all
+    sliding_window: int | None = None  # width of the window of `sliding_layers`
     stored_dtype: str | None = None  # the checkpoint's number type; None if not supported
     sliding_layers: tuple[int, ...] | None = None  # layers with the window; None without a window
     local_rope: RopeSpec | None = None  # for `sliding_layers`; None: `rope` is for all layers

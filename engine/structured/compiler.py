@@ -355,8 +355,8 @@ class GrammarCompiler:
         self._builder.put(compilation.tenant, partial(self._run_here, compilation, take_over))
 
     def _follow_apart(self, tenant: str, process: FollowingProcess) -> Grammar:
-        """Return a grammar that stays in its process. Above the limit of such grammars, end the
-        process that has been idle longest. Raises NotNow if too many are in use."""
+        """Return a grammar that stays in its process. Above MOST_APART grammars in processes, end
+        the process that has been idle longest. Raises NotNow if too many are in use."""
         grammar = GrammarApart(process, FOLLOW_LIMIT, tenant)
         with self._making_room:
             there = [each for made in self._apart if (each := made()) and not each.is_gone]

@@ -111,7 +111,7 @@ class AheadRow:
 
     job: MaskJob
     row: Rows  # one row
-    is_later: bool  # the row is known to be slow; rows of unknown time go first
+    is_later: bool  # the row is slow; rows of unknown time are made first
     error: str = ""
     is_done: bool = False
 

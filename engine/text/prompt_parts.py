@@ -3,15 +3,15 @@
 prompt.
 
 A tokenizer may join characters across the border of two parts. So `add_part` returns only the
-tokens before the last word of the text (the *told* tokens). Whenever the text is tokenized again,
-its tokens are compared with the told tokens:
+tokens before the last word of the text. Whenever the text is tokenized again, its tokens are
+compared with the tokens that were returned (`told`):
 
     parts    "The quick br" "own fox"
     told     The quick      brown       at the end also: fox
 
-If a told token differs nevertheless, only the told tokens before it are valid. A text is tokenized
-again after it has grown by a sixteenth, so that many small parts take only a few times as long as
-the whole text."""
+If a returned token differs nevertheless, only the returned tokens before it are valid. A text is
+tokenized again after it has grown by a sixteenth, so that many small parts take only a few times as
+long as the whole text."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PromptParts:
         return self._fixed
 
     def add_part(self, part: str | Sequence[int]) -> list[int]:
-        """Add a part. Return further tokens of the prompt, which count as told from now on."""
+        """Add a part. Return further tokens of the prompt."""
         if not isinstance(part, str):
             self._fix(part)
             return self._tell(self._fixed)
@@ -74,8 +74,8 @@ class PromptParts:
         return self._tell(self._fixed + cut)
 
     def end_prompt(self, part: str | Sequence[int] = "") -> tuple[int, list[int]]:
-        """Add the last part. Return how many told tokens are valid, and the prompt's tokens after
-        the valid ones."""
+        """Add the last part. Return how many tokens of `told` are valid, and the prompt's tokens
+        after the valid ones."""
         if isinstance(part, str):
             text = self._joined(part)
             self._fixed = self._fixed + (self._encode(text) if text else [])
@@ -86,7 +86,7 @@ class PromptParts:
         return self._num_right, self._fixed[self._num_right :]
 
     def _tell(self, known: list[int]) -> list[int]:
-        """Return the tokens of `known` after the told tokens; no tokens if a told token differs."""
+        """Return the tokens of `known` after those in `told`; none if a token in `told` differs."""
         self._check_told(known)
         if self._num_right < len(self._told):
             return []
@@ -96,8 +96,8 @@ class PromptParts:
         return new
 
     def _check_told(self, known: list[int]) -> None:
-        """Count the told tokens that equal the first tokens of `known`. Fixed tokens are compared
-        once only."""
+        """Count the tokens in `told` that equal the first tokens of `known`. Fixed tokens are
+        compared once only."""
         start = min(self._num_checked, self._num_right)
         pairs = zip(count(start), self._told[start:], known[start:], strict=False)
         differs = next((place for place, told, own in pairs if told != own), None)

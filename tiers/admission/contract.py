@@ -25,7 +25,7 @@ def check_filter_contract(make: Callable[[int], AdmissionFilter]) -> None:
         raise ContractBroken(f"expected `learns` to be True or False, got {admission.learns!r}")
     _check_verdicts(admission, [], 0.0)
     for number in range(_PROMPTS):
-        # Chains of prompts that come again, some of which `observe` never gets.
+        # Chains of repeated prompts, some of which are not passed to `observe`.
         chain = [b"%d/%d" % (number % 7, depth) for depth in range(1 + number % 9)]
         now = 0.5 * number
         if number % 3:

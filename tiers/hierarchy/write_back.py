@@ -6,8 +6,8 @@ store may lack are written in batches, the least recently used first. The slots 
 pinned until its write ends. A batch that is not full waits up to 5 s for more blocks, because even
 a small batch costs a sync and a commit; a batch does not wait if one of its blocks is about to be
 evicted. A slow store delays no request: the slab evicts unwritten blocks, and `Traffic.lost_blocks`
-counts them. An admission filter may refuse a block; the filter is asked again after the block's
-next use.
+counts them. An admission filter may refuse a block; the filter decides anew after the block's next
+use.
 
 Blocks are written to a shared store at once and without the filter, because other engines wait for
 the blocks. Write-back has no thread: `Hierarchy` runs it in its own calls and after completions."""
@@ -154,7 +154,7 @@ class WriteBack:
         self._writes.give_up_late()
         while self._dirty and (size := self._writes.room(self._batch, BATCHES_IN_FLIGHT)):
             newest = list(islice(reversed(self._dirty), size))
-            # The slab is about to close, so the filter cannot be asked again later.
+            # The slab is about to close, so the filter cannot decide again later.
             if not self._write_batch(newest, filtered=False):
                 break
         return self.pending and not self._writes.has_stalled

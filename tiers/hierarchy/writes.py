@@ -15,8 +15,8 @@ from .guarded_store import DAMAGED, LATE_WRITE, REFUSED, GuardedStore, check_ans
 # The largest share of the slab that writes may pin, since pinned blocks cannot be evicted; the
 # second share applies while some batches are late or probes.
 SHARE, LATE_SHARE = 0.375, 0.5
-# A flush gives up a store that has taken no batch for the first time, or, with an open breaker, for
-# the second time, which is long enough for a probe.
+# Seconds without an accepted batch after which a flush gives a store up: normally, and with an open
+# breaker (long enough for a probe).
 STALL_SECONDS, OPEN_STALL_SECONDS = 5.0, 2.0
 
 

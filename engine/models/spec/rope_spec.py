@@ -16,7 +16,7 @@ _OLD_KINDS = {"su": "longrope"}
 DEFAULT_THETA = 10000.0
 # Factors of known models are 2 to 128. With far larger factors, rounding would destroy positions.
 MAX_FACTOR = 1e6
-# Hugging Face's names for layers that see all tokens, and for layers with a window.
+# Hugging Face's names for layers with full attention, and for layers with a window.
 FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
 # Keys of partial rotation, of queries that grow with their position, and of image positions.
 PARTIAL, GROWTH = "partial_rotary_factor", "llama_4_scaling_beta"

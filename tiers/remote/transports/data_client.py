@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DataConnection: the client's end of the data connection. Copies only the caller's buffers."""
+"""DataConnection: the client's end of the data connection. Makes no extra copies of blocks."""
 
 from __future__ import annotations
 

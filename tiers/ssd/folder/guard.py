@@ -119,7 +119,7 @@ class _Watch:
 
 
 def _batches(stream: IO[bytes]) -> Iterator[RowBatch]:
-    """Yield whole batches. Stop at an incomplete batch; the child's exit status tells the cause."""
+    """Yield whole batches. Stop at an incomplete batch; the child's exit status has the cause."""
     while len(head := stream.read(4)) == 4:
         count = int.from_bytes(head, "little")
         if count > _MOST_ROWS_IN_BATCH:
