@@ -304,15 +304,13 @@ class Decoder:
         )
 
     def allow_adapters(self, num_slots: int, max_rank: int) -> ModelSlots:
-        """Make slots for adapters of rank `max_rank` or less. Must be called before
-        `in_library`."""
+        """Make slots for adapters of rank `max_rank` or less. To be called before `in_library`."""
         products = [layer.adapted_products() for layer in self._layers]
         self.slots = ModelSlots(self.spec, products, num_slots, max_rank)
         return self.slots
 
     def record_experts(self, max_tokens: int) -> None:
-        """Make steps of at most `max_tokens` tokens record the experts of rows in
-        `chosen_experts`."""
+        """Make steps of `max_tokens` tokens or less record each row's `chosen_experts`."""
         experts = self.spec.experts
         assert experts is not None
         shape = (len(experts.layers), max_tokens, experts.num_per_token)

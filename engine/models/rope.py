@@ -87,8 +87,7 @@ def turning_order(head_dim: int, turning_dim: int) -> Tensor:
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Return the inverse frequencies, float32 `[head_dim // 2]`, and a factor for cosines and
-    sines."""
+    """Return inverse frequencies, float32 `[head_dim // 2]`, and a factor of cosines and sines."""
     return _KINDS[rope.kind](rope, head_dim, max_positions)
 
 

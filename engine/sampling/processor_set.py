@@ -45,8 +45,7 @@ class ProcessorSet:
     """The logits processors of one sampler, in the order in which they are applied.
 
     Processors that can change the most likely token run before the greedy choice, all other
-    processors after the temperature. All processors get every BatchUpdate; only active processors
-    run."""
+    processors after the temperature. All processors get every BatchUpdate; only active ones run."""
 
     def __init__(
         self,

@@ -119,8 +119,7 @@ class RowFollower(ABC):
 
 
 class RowValues(RowFollower, Generic[Number]):
-    """A number for each row: `value_of` the row's request, or `empty` in a row without a
-    request."""
+    """A number for each row: `value_of` the row's request, or `empty` without a request."""
 
     def __init__(
         self, max_rows: int, empty: Number, value_of: Callable[[AddedRow], float | int]

@@ -2,8 +2,7 @@
 """The choice of the backend that compiles a grammar.
 
 `auto` uses xgrammar for grammars that xgrammar follows fast and exactly. All other grammars go to
-llguidance, which limits its own work. If one package is missing, the other is used for all
-grammars."""
+llguidance, which limits its own work. If one package is missing, the other gets all grammars."""
 
 from __future__ import annotations
 

@@ -244,8 +244,7 @@ class GrammarCompiler:
         dropped: list[Compilation] = []
         num_entries, num_bytes = self.num_cached, self.num_cached_bytes
         while num_entries > CACHE_ENTRIES or (num_entries and num_bytes > self._cache_bytes):
-            # The tenant with most grammars loses one, so many grammars displace only their tenant's
-            # own.
+            # The tenant with most grammars loses one: a tenant's many grammars displace its own.
             many = num_entries > CACHE_ENTRIES
             tenant = max(
                 self._kept,
@@ -322,8 +321,7 @@ class GrammarCompiler:
                 queue.charge(compilation.tenant, time.monotonic() - began)
 
     def _claim_compilation(self, compilation: Compilation) -> bool:
-        """Mark a compilation as begun, so that `give_up` keeps it; return False if it was given
-        up."""
+        """Mark a compilation as begun, so that `give_up` keeps it. False if it was given up."""
         with self._beginning:
             compilation.has_begun = not compilation.is_done
             return compilation.has_begun

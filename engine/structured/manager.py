@@ -390,8 +390,7 @@ class GrammarManager:
         self._wakeup()
 
     def _give_up(self, gone: Waiting) -> None:
-        """Drop the compilation of `gone`, which no longer waits, unless another request needs
-        it."""
+        """Drop the compilation of `gone`, which waits no more, unless others need it."""
         if all(each.compilation is not gone.compilation for each in self._waiting.values()):
             self._compiler.give_up(gone.compilation)
 

@@ -16,7 +16,7 @@ from .reuse import ReuseFilter
 # The least share of written blocks to be read again. A read saves some fifty times a write's cost:
 # 3.1 ms against 0.06 ms with the embedded model on two cores (not measured on a GPU).
 MIN_USES = 0.02
-SAMPLE = 8  # while sampling, one stretch in so many is written
+SAMPLE = 8  # while sampling, one of SAMPLE stretches is written
 STRETCHES = 64  # stretches per turnover of the tier; of MIN_STRETCH blocks or more
 MIN_STRETCH = 16
 

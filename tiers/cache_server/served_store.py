@@ -219,5 +219,4 @@ class ServedStores(ABC):
 
     @abstractmethod
     def close(self, timeout_seconds: float) -> bool:
-        """Close every store within `timeout_seconds`. False if a store is still open.
-        Idempotent."""
+        """Close every store within `timeout_seconds`. False if one is not closed. Idempotent."""

@@ -61,7 +61,7 @@ _CHANNEL_OPTIONS = (
 
 
 def open_channel(address: ServerAddress, credentials: Credentials) -> Any:
-    """Make a channel, which connects at its first call. Raises TierConfigError (credentials)."""
+    """Make a channel, which connects at its first call. Raises TierConfigError for bad files."""
     options: list[tuple[str, int | str]] = list(_CHANNEL_OPTIONS)
     if not address.tls:
         return make_channel(address.target, None, options)
@@ -132,8 +132,7 @@ class ServerLink:
                 self._changed.notify_all()
 
     def prefetch_lookup(self, keys: Sequence[bytes]) -> list[Future[None]]:
-        """Look blocks up in few calls. A future ends with answers in `presence` or a
-        RemoteError."""
+        """Look blocks up in few calls. Futures end with answers in `presence` or an error."""
         asked = self.presence.to_ask(keys) if self._is_up else []
         futures = []
         for start in range(0, len(asked), MAX_KEYS):

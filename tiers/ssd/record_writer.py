@@ -171,7 +171,7 @@ class RecordWriter:
         with self.state.lock:  # so that runs are counted before they end
             if self._is_over:
                 raise TierClosed("the SSD tier was closed before this batch was begun")
-            # The length of an encoded block is known late, so each slot is then a run.
+            # With a codec each slot is a run: lengths are known only after encoding.
             self._pool.start(
                 slots,
                 _Writing(self, batch),

@@ -19,7 +19,7 @@ from .frames import WireError
 
 REASON_KEY = "stratakv-reason"  # key in the trailing metadata
 WRONG_LAYOUT = "layout"
-# Permanent reasons. An engine that gets a permanent reason at its start should not start.
+# Permanent reasons of failure, with which an engine should not start.
 REFUSALS = (WRONG_LAYOUT, "unauthenticated", "version", "invalid")
 _MESSAGE_CHARACTERS = 500
 

@@ -132,8 +132,7 @@ class AttentionWeights:
 
 @dataclass(slots=True)
 class ParallelWeights:
-    """Attention and state mixer side by side; the columns of their output matrix have this
-    order."""
+    """Attention and state mixer side by side; their output matrix has columns in this order."""
 
     attention: AttentionWeights
     state: StateWeights

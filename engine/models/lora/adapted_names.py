@@ -45,8 +45,8 @@ _OF_TARGETS = {
 
 
 def ranks_of(spec: ModelSpec, layer: int, max_rank: int) -> dict[Target, int]:
-    """Return the largest rank of an adapter in each product of a layer, without those of
-    experts."""
+    """Return the largest rank of an adapter in each product of a layer, except experts'
+    products."""
     names = layer_tensors(spec, layer)
     counts = {target: sum(each in names for each in group) for target, group in _OF_TARGETS.items()}
     return {target: max_rank * count for target, count in counts.items() if count}

@@ -79,8 +79,7 @@ class _Columns:
                 self._columns[name] = (firsts.get(name, 0), total)
 
     def ins_of(self, names: Iterable[str]) -> Tensor | None:
-        """Return the joined `lora_A`, `[ranks, in]`, of modules with one input; None without
-        any."""
+        """Return the joined `lora_A`, `[ranks, in]`, of modules with one input, or None."""
         parts = [
             self._modules[name].ins.to(torch.float64) * self._modules[name].scale
             for name in names

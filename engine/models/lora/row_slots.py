@@ -53,8 +53,7 @@ class RowSlots:
 
 
 class SlotMatrices:
-    """The adapters of one matrix, in two fixed tensors: `[slots * rank, in]`, `[slots * rank,
-    out]`.
+    """The adapters of one matrix, as two tensors `[slots * rank, in]` and `[slots * rank, out]`.
 
     A row is multiplied by the adapters of all slots, and the results of other slots are masked out.
     The cost is about `slots * rank / in` of the matrix's own product. Rows need no order and the

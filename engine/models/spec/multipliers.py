@@ -70,8 +70,7 @@ class Multipliers:
 
 
 def parse_multipliers(config: JsonFields) -> Multipliers:
-    """Read all factors; the factor of an absent key is 1. Raises ConfigError with an unusable
-    key."""
+    """Read all factors; an absent key gives 1. Raises ConfigError with the unusable key."""
 
     def one(name: str) -> float:
         return config.number_from(name, LEAST, MOST) if config.has(name) else 1.0

@@ -237,8 +237,7 @@ def _parse_bare_mamba2(
 
 
 def _time_steps(config: JsonFields, key: str = "time_step_limit") -> tuple[float, float] | None:
-    """Read the lower and upper bound of Mamba-2's time steps; None for bounds that limit
-    nothing."""
+    """Read the bounds of Mamba-2's time steps; None for bounds that limit nothing."""
     if not config.has(key):
         return None
     given = config.values[key]

@@ -233,8 +233,7 @@ class Reconciler:
             self._result.notes.append(f"{unreadable} slots without a row cannot be read")
 
     def rows_of_records(self) -> Iterator[Row]:
-        """Yield a row for each key's latest record, with the order of writing as that of last
-        use."""
+        """Yield a row for each key's latest record. The order of writes is that of last use."""
         for use, key in enumerate(sorted(self._latest, key=self._latest.__getitem__), 1):
             generation, slot = divmod(self._latest[key], 1 << _SLOT_BITS)
             yield Row(slot, key, generation, use, self._encoded_bytes.get(slot, 0))
