@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiers keep KV blocks outside the GPU. The package imports no torch, connector or engine code."""
+"""Tiers, which keep KV blocks outside the GPU. Imports no torch, connector or engine code."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the slab, stores and admission filter of an engine or a cache server's tenant from
+"""Builds the slab, stores and admission filter of an engine, or of a tenant of a cache server, from
 settings.
 
 All functions raise TierConfigError for invalid sizes, paths and names."""
@@ -55,7 +55,7 @@ def make_slab(
     is_served: bool = False,
 ) -> CpuSlab:
     """Make the slab. While the kernel allocates its pages, `progress` is called with the bytes done
-    and the total bytes. `is_served` says that another process serves the slab to other engines."""
+    and in total. `is_served` says that another process serves the slab to other engines."""
     return CpuSlab(
         layout,
         cpu.capacity_bytes,
@@ -68,7 +68,7 @@ def make_slab(
 
 
 def make_admission(layout: BlockLayout, ssd: SsdSettings | None) -> AdmissionFilter:
-    """Make the filter of blocks for the SSD tier. Without an SSD tier it admits every block."""
+    """Make the SSD tier's admission filter; without an SSD tier it admits every block."""
     if ssd is None:
         return AdmitAll()
     admission = make_filter(ssd.admission, ssd.capacity_bytes // layout.slot_bytes)
@@ -88,7 +88,7 @@ def open_ssd(
     after_opening: Callable[[Path], None] | None = None,
 ) -> StoreTier:
     """Open the SSD tier on one disk or on several. `codecs` adds codecs to those in `codecs/`. The
-    tier works without a disk that is unavailable and opens it later; with `require`, an unavailable
+    tier works without an unavailable disk and opens the disk later; with `require`, an unavailable
     disk raises TierDown. `after_opening` is called with each opened store's folder, and may raise
     TierDown."""
     open_one = partial(
@@ -160,8 +160,8 @@ def open_hierarchy(
     """Open the slab, stores and hierarchy of an engine. `wakeup` is called, on any thread, when the
     hierarchy may have work. `progress` is passed to `make_slab`. Raises the errors of
     `open_stores`. If a part fails to open, the opened parts are closed."""
-    # The stores are opened first: faulting in a slab takes seconds, and a bad path should fail
-    # before that.
+    # The stores are opened before the slab: page faults of a slab take seconds, and a wrong path
+    # should fail before.
     stores = open_stores(layout, settings, namespace=namespace, codecs=codecs)
     try:
         is_served = settings.listen_address is not None
@@ -229,8 +229,8 @@ def open_stores(
 def open_or_wait(
     name: str, layout: BlockLayout, open_it: Callable[[bool], StoreTier], *, require: bool = False
 ) -> StoreTier:
-    """Open a store with `open_it`. If that raises TierDown, the store is opened later, or the error
-    is raised if `require` is set. A DiskStore that loses its disk is reopened when the disk is
+    """Open a store with `open_it`. If `open_it` raises TierDown, the store is opened later; with
+    `require`, the error is raised. A DiskStore that loses its disk is reopened when the disk is
     back. `open_it(False)` must open only an existing store. Raises all other errors of
     `open_it`."""
     try:
@@ -247,7 +247,7 @@ def _open_other(request: TierRequest, create: bool) -> StoreTier:
 
 
 def close_stores(stores: list[StoreTier]) -> None:
-    """Close stores after a later part failed to open. Each store may take `CLOSE_SECONDS`."""
+    """Close the stores, after another part failed to open. Each store may take `CLOSE_SECONDS`."""
     for store in stores:
         store.close(CLOSE_SECONDS)
 
@@ -273,7 +273,7 @@ def _open_peers(layout: BlockLayout, settings: TierSettings, namespace: bytes) -
     from .remote.peer_tier import PeerTier
     from .remote.remote_settings import RemoteSettings
 
-    # No tag key: engines serve these blocks, and these engines would have the key too.
+    # Peers use no tag key: the engines that serve the blocks would have the key too.
     client = RemoteSettings(credentials=settings.peer.credentials(), namespace=namespace)
     tier = PeerTier(settings.peer_addresses, layout, client)
     return _attached(tier, settings, "engine", settings.peer_addresses)
@@ -285,8 +285,8 @@ def _attached(
     what: str,
     addresses: Sequence[ServerAddress],
 ) -> StoreTier:
-    """Return the store. If `require_tiers` is set, first wait for all its servers, and raise
-    TierDown after `REQUIRED_SECONDS`."""
+    """Return the store. With `require_tiers`, first wait until all its servers are attached, and
+    raise TierDown after `REQUIRED_SECONDS`."""
     if settings.require_tiers and not store.wait_up(REQUIRED_SECONDS):
         store.close(CLOSE_SECONDS)
         raise TierDown(

@@ -6,18 +6,18 @@ A *store* (`StoreTier`) keeps blocks on an SSD or on servers, and each call to i
 A block that moves between the GPU and a store is copied through the slab.
 `tiers/testing/memory_store.py` is the simplest store.
 
-A caller may rely on this:
+A caller may rely on these properties:
 - `lookup` reads memory only, never waits and changes nothing.
 - If `load` returns a `Proof` for a block, the buffer holds exactly the bytes stored under that key
-  in that layout. If a block is damaged, misplaced or late, `load` returns None for it (a miss), and
+  in that layout. For a block that is damaged, misplaced or late, `load` returns None (a miss), and
   `stats` counts the miss.
 - A returned list has one entry for each key, in the order of the keys.
 - Every future completes with a result or a TierError. Only `trial_read`, `wait_forgotten` and
   `close` wait for a disk or a socket.
 
-A tier must do this:
+A tier must obey these rules:
 - store the tag (`tag.py`) that comes with a block, and return it when the block is loaded. A tier
-  makes a tag only for a block that comes without one. The digest in a `Proof` from `load` is
+  makes a tag only for a block that comes without a tag. The digest in a `Proof` from `load` is
   computed from the bytes in the buffer;
 - read and write payloads in the caller's buffers, without copies. After the future has completed or
   the call has raised, the tier must not touch the buffer, because the caller reuses it;
@@ -51,13 +51,13 @@ class Answer(Enum):
 
     HIT = "hit"
     MISS = "miss"
-    PENDING = "pending"  # the block is on its way in; ask again after a completion
+    PENDING = "pending"  # the block is being read or written; look again after a completion
 
 
 class Stored(Enum):
     """The outcome of storing one block."""
 
-    KEPT = "kept"  # stored now, or already there
+    KEPT = "kept"  # stored now, or stored before
     REFUSED = "refused"
     DAMAGED = "damaged"  # the buffer does not match its proof; the block was not kept
 
@@ -71,7 +71,7 @@ class ReadSample(NamedTuple):
 
 @dataclass(slots=True)
 class TierStats:
-    """Counters of one tier since its start, and gauges of its present state."""
+    """The counters of one tier since its start, and gauges of its present state."""
 
     capacity_bytes: int = 0
     used_bytes: int = 0
@@ -87,14 +87,14 @@ class TierStats:
     dropped_stores: int = 0
     store_seconds: float = 0.0
     load_seconds: float = 0.0
-    rejected: dict[str, int] = field(default_factory=dict)  # Defect value -> records refused
+    rejected: dict[str, int] = field(default_factory=dict)  # Defect value -> refused records
     errors: dict[str, int] = field(default_factory=dict)  # kind of fault -> times
-    # Only stores with a codec: bytes not written and not read, because blocks were encoded.
+    # Only stores with a codec: bytes that encoding saved in writes and in reads.
     stored_bytes_saved: int = 0
     loaded_bytes_saved: int = 0
-    # Only stores: records forgotten because they were damaged or could not be read.
+    # Only stores: records removed because they were damaged or could not be read.
     corrupt_records_dropped: int = 0
-    # Only slabs, gauges: blocks being read, and slots being filled.
+    # Gauges of slabs only: blocks being read, and slots being filled.
     pinned_blocks: int = 0
     reserved_blocks: int = 0
 
@@ -117,36 +117,36 @@ class StoreTier(ABC):
 
     name: str
     layout: BlockLayout
-    # Whether other engines read the tier too. If so, blocks are written to it at once.
+    # Whether other engines read the tier too. Blocks are written to a shared tier at once.
     is_shared: bool = False
     # Whether only other engines fill the tier: this engine never writes to it.
     is_read_only: bool = False
 
     @property
     def is_up(self) -> bool:
-        """Whether the tier works at present, as far as is known. A tier that does not work answers
-        every look-up with a miss and refuses every block."""
+        """Whether the tier works at present, as far as is known. A tier that is down answers every
+        look-up with a miss and refuses every block."""
         return True
 
     @property
     def learns(self) -> bool:
-        """Whether `observe` has an effect at present. If it has none, a caller need not call it."""
+        """Whether `observe` has an effect at present. If not, `observe` need not be called."""
         return False
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:  # noqa: B027 - a hint, not a duty
-        """Tell the eviction policy that a prompt at time `now` (monotonic seconds) has the blocks
-        `chain`, in prompt order. The blocks may be in any tier. The policy can learn which blocks
-        are reused. Does no I/O."""
+        """Report to the eviction policy that a prompt at time `now` (monotonic seconds) has the
+        blocks `chain`, in prompt order. The blocks may be in any tier. The policy can learn which
+        blocks are reused. Does no I/O."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
-        """HIT, MISS or PENDING for each 40-byte key. Does no I/O and changes nothing."""
+        """Return HIT, MISS or PENDING for each 40-byte key. Does no I/O and changes nothing."""
 
     @abstractmethod
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview]
     ) -> Future[list[Proof | None]]:
-        """Read blocks into `buffers` (writable, `layout.page_bytes` or more, aligned to
+        """Read blocks into `buffers` (writable, of `layout.page_bytes` or more, aligned to
         `block.ALIGNMENT`). The future's result has the `Proof` of each verified block and None for
         each miss. If the method has a keyword `context`, callers pass a `RequestContext`."""
 
@@ -162,24 +162,24 @@ class StoreTier(ABC):
         block's outcome is DAMAGED. Raises TierBusy if the queue is full."""
 
     def touch(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - a hint, not a duty
-        """Mark these blocks, given in prompt order, as just used. The slab has just evicted them,
+        """Mark blocks, given in prompt order, as just used. The slab has just evicted these blocks,
         so this tier may have the last copies. Does no I/O and ignores unknown keys."""
 
     def prefetch_lookup(self, keys: Sequence[bytes]) -> Future[None] | None:
         """Prepare the look-up of a queued prompt whose blocks are `keys`, in prompt order. A tier
-        on servers sends them a look-up now; until they reply, `lookup` returns PENDING. The future
-        soon completes with None, when `lookup` has the answers. Return None if `lookup` has them
-        already. As in `load`, the method may have a keyword `context`."""
+        on servers sends the servers a look-up now; until they reply, `lookup` returns PENDING. The
+        future soon completes with None, when `lookup` has the answers. Return None if `lookup` has
+        the answers already. As in `load`, the method may have a keyword `context`."""
         return None
 
     def watch(self, news: Callable[[Sequence[bytes]], None]) -> bool:
         """Follow blocks that other engines store in this tier: `lookup` soon finds such a block,
-        and a thread calls `news` with the new keys. Return False if this is unsupported."""
+        and a thread calls `news` with the new keys. Return False if unsupported."""
         return False
 
     def lease(self, keys: Sequence[bytes], seconds: float) -> Future[list[bool]] | None:
-        """Protect these blocks, given in prompt order, from eviction for `seconds`. The future soon
-        completes with a bool for each block: whether it is protected. Blocks after the first
+        """Protect blocks, given in prompt order, from eviction for `seconds`. The future soon
+        completes with a bool for each block, whether the block is protected. Blocks after the first
         missing block need not be protected. Return None if the tier has no leases."""
         return None
 
@@ -191,15 +191,15 @@ class StoreTier(ABC):
 
     @abstractmethod
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Forget blocks. Return how many of them the tier had."""
+        """Remove blocks. Return how many of `keys` the tier had."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget every block. A block being written may be forgotten when its write ends."""
+        """Remove every block. A block that is being written may be removed when its write ends."""
 
     def wait_forgotten(self, timeout_seconds: float) -> bool:
-        """Wait until no block that `drop` or `clear` forgot can return after a kill of the process.
-        False on a timeout or a failure. A tier that uses only memory returns at once."""
+        """Wait until no block that `drop` or `clear` removed can return after a kill of the
+        process. False on a timeout or a failure. A tier that uses only memory returns at once."""
         return True
 
     @abstractmethod
@@ -212,7 +212,7 @@ class StoreTier(ABC):
 
 
 class SlabTier(ABC):
-    """Memory divided into fixed slots of one block each. Calls come in pairs:
+    """Memory divided into fixed slots of one block each. Calls are made in pairs:
 
     reserve → (copy bytes in) → commit            a block is stored
     pin     → (copy bytes out) → unpin            a block is read; a pinned slot is never reused"""
@@ -224,12 +224,12 @@ class SlabTier(ABC):
     is_served: bool = False  # whether other engines load blocks from this slab
 
     def observe(self, chain: Sequence[bytes], now: float) -> None:  # noqa: B027 - a hint, not a duty
-        """Tell the eviction policy that a prompt at time `now` (monotonic seconds) has the blocks
-        `chain`, in prompt order. The policy can learn which blocks are reused."""
+        """Report to the eviction policy that a prompt at time `now` (monotonic seconds) has the
+        blocks `chain`, in prompt order. The policy can learn which blocks are reused."""
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
-        """HIT for a committed block, PENDING for a reserved block, MISS for any other."""
+        """Return HIT for a committed block, PENDING for a reserved block, else MISS."""
 
     @abstractmethod
     def reserve(
@@ -242,16 +242,16 @@ class SlabTier(ABC):
     ) -> list[int | None]:
         """Reserve a slot for each key, given in prompt order; the eviction policy frees slots. The
         result has None for a key that the slab already has, or for which no slot could be freed.
-        With `optional`, the policy may keep blocks that it values more than the new ones. Blocks
-        for which `spared` returns true are not evicted. The evicted keys are appended to `evicted`,
-        the coldest first."""
+        With `optional`, the policy may keep blocks that it values more than the new blocks. Blocks
+        for which `spared` returns true are not evicted. The evicted keys are appended to `evicted`
+        in the order of eviction."""
 
     @abstractmethod
     def commit(
         self, keys: Sequence[bytes], ok: Sequence[bool], proofs: Proofs | None = None
     ) -> list[bytes]:
         """End the reservations of `keys`. If `ok[i]` is true, publish the i-th block (`lookup` then
-        finds it) with the proof `proofs[i]`; otherwise free its slot. A block that was forgotten
+        finds it) with the proof `proofs[i]`; otherwise free its slot. A block that `forget` removed
         since `reserve` is not published. Return the published keys."""
 
     @abstractmethod
@@ -261,7 +261,7 @@ class SlabTier(ABC):
 
     @abstractmethod
     def restore(self, slots: Sequence[int]) -> None:
-        """Free the slots that `withhold` returned. No write to them may still be under way."""
+        """Free slots that `withhold` returned. No write to these slots may still be under way."""
 
     @abstractmethod
     def proofs(self, keys: Sequence[bytes]) -> list[Proof | None]:
@@ -269,8 +269,8 @@ class SlabTier(ABC):
 
     @abstractmethod
     def pin(self, keys: Sequence[bytes], *, touch: bool = True) -> list[int | None]:
-        """Add one pin to each committed block, which keeps it from eviction. Return its slot, None
-        for a miss. With `touch` false the pin counts neither as a use nor as a hit."""
+        """Add one pin to each committed block; a pinned block is not evicted. Return each block's
+        slot, None for a miss. With `touch` false the pin counts neither as a use nor as a hit."""
 
     @abstractmethod
     def unpin(self, keys: Sequence[bytes]) -> None:
@@ -288,7 +288,7 @@ class SlabTier(ABC):
         return Hold((), 0.0, is_over=True)
 
     def release(self, hold: Hold) -> None:  # noqa: B027 - optional, as `hold`
-        """End a hold before its time. Does nothing if the hold has already ended."""
+        """End a hold before its time. Does nothing if the hold has ended."""
 
     @abstractmethod
     def buffer(self, slot: int) -> memoryview:
@@ -305,30 +305,30 @@ class SlabTier(ABC):
 
     @abstractmethod
     def coldest(self, count: int) -> list[bytes]:
-        """Up to `count` keys that the policy would evict next, in the order of eviction."""
+        """Return up to `count` keys that the policy would evict next, in the order of eviction."""
 
     def may_go_next(self, keys: KeysView[bytes], count: int) -> bool:
-        """Whether any of `keys` may be among the next `count` evicted blocks. False is certain.
-        True may also mean that one of `keys` is evicted a little later."""
+        """Whether any of `keys` may be among the next `count` evicted blocks. The result False is
+        certain. The result True may also mean that one of `keys` is evicted a little later."""
         return not keys.isdisjoint(self.coldest(count))
 
     @abstractmethod
     def keys(self) -> list[bytes]:
-        """The committed keys, the coldest first."""
+        """Return the committed keys in the order of eviction."""
 
     @abstractmethod
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Forget blocks: committed ones are misses from now on. The slot of a pinned block is freed
-        with its last pin. A reserved block stays PENDING, and `commit` does not publish it."""
+        """Remove blocks: a committed block becomes a miss. A pinned block's slot is freed with its
+        last pin. A reserved block stays PENDING, and `commit` does not publish it."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget every committed block, pinned ones too. The time does not depend on the number of
-        blocks: slots are freed later, when they are needed, by `sweep`, or with the last pin."""
+        """Remove every committed block, pinned blocks too. The time does not depend on the number
+        of blocks: slots are freed later, when they are needed, by `sweep`, or with the last pin."""
 
     @abstractmethod
     def sweep(self, most: int) -> int:
-        """Free up to `most` slots of blocks that `clear` has forgotten. Return how many."""
+        """Free up to `most` slots of blocks that `clear` removed. Return the number freed."""
 
     @abstractmethod
     def stats(self) -> TierStats:
@@ -336,17 +336,17 @@ class SlabTier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the memory. The caller must have released all views of it. Idempotent."""
+        """Release the memory, of which the caller must have released all views. Idempotent."""
 
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of observed values by bucket. `counts[i]` counts values above `bounds[i - 1]` and up
-    to `bounds[i]`; the last count is for values above every bound. Not thread-safe."""
+    """A histogram: counts of observed values by bucket. `counts[i]` counts values above `bounds[i -
+    1]` and up to `bounds[i]`; the last count is for values above every bound. Not thread-safe."""
 
-    bounds: tuple[float, ...]  # ascending
+    bounds: tuple[float, ...]  # the upper bounds of the buckets, ascending
     counts: list[int] = field(init=False)
-    total: float = 0.0  # the sum of the observations
+    total: float = 0.0  # the sum of the observed values
 
     def __post_init__(self) -> None:
         self.counts = [0] * (len(self.bounds) + 1)
@@ -362,8 +362,8 @@ class RequestContext:
     field changes which blocks are found, because a key alone identifies a block."""
 
     tenant: str | None = None
-    session: str | None = None  # requests of one conversation or job
-    priority: int = 0  # the lower, the earlier
+    session: str | None = None  # the conversation or job of the request
+    priority: int = 0  # a lower number is served earlier
     pin: bool = False  # the request's blocks will be needed again
     adapter: str | None = None
     transfer: Mapping[str, object] | None = None  # parameters of a transfer between engines

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block: its key and the layout of its bytes.
+"""The key of a block, and the layout of its bytes.
 
 Keys and layouts are part of the ABI in `docs/abi.md`. The golden vectors of
 `tests/tiers/test_block.py` detect any change to them.
@@ -25,7 +25,7 @@ DIGEST_BYTES = 32
 KEY_BYTES = 40
 TOKEN_BYTES = 4
 LAYOUT_VERSION = 1
-ROOT_VERSION = 2  # version 1 had a fingerprint of samples, and no dtype or epoch
+ROOT_VERSION = 2  # version 1 had a fingerprint of sampled weights, and no dtype or epoch
 # Addresses, file offsets and lengths are multiples of this number, as O_DIRECT needs.
 ALIGNMENT = 4096
 
@@ -40,17 +40,17 @@ DTYPE_BYTES: Mapping[str, int] = {
 _KEY_SUFFIX = struct.Struct("<HHHH")
 _KEY, _KEYS = struct.Struct(f"{KEY_BYTES}s"), struct.Struct(f"{KEY_BYTES}s" * 64)
 
-# One extra key of a block: a kind ("salt", "lora", "mm", "embeds") and then its values.
+# One extra key of a block: a kind ("salt", "lora", "mm", "embeds"), followed by values.
 Extra = tuple[str | bytes | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The values that must be equal in two engines that share blocks. Every chain of digests starts
-    from the hash of these values (`root`).
+    """The identity of a model: two engines share blocks only if all these values are equal. Every
+    chain of digests starts from the hash of the values (`root`).
 
     `model` is a fingerprint of weights and configuration, not a path. An operator may set the free
-    text `revision` to keep the blocks of otherwise equal models apart. K and V are computed in
+    text `revision` to separate the blocks of otherwise equal models. K and V are computed in
     `dtype` and kept in `kv_dtype`. `epoch` is always 0; it is reserved for weights that change
     while an engine runs."""
 
@@ -77,8 +77,8 @@ class Identity:
 
 
 def encode_extras(extras: Sequence[Extra]) -> bytes:
-    """Encode a block's extra keys as canonical CBOR, or as `b""` if there are none. Their order
-    changes the block's key, so callers use the order salt, lora, mm, embeds."""
+    """Encode a block's extra keys as canonical CBOR, or as `b""` without extra keys. The order of
+    the extra keys changes the block's key, so callers use the order salt, lora, mm, embeds."""
     if not extras:
         return b""
     return cbor2.dumps([list(extra) for extra in extras], canonical=True)
@@ -90,11 +90,11 @@ def chain_digests(
     block_size: int,
     extras: Mapping[int, bytes] | None = None,
 ) -> list[bytes]:
-    """The 32-byte digests of the consecutive full blocks in `token_bytes` (little-endian int32).
+    """Return the 32-byte digests of consecutive full blocks in `token_bytes` (little-endian int32).
 
     `parent` is the parent of the first block. `extras` maps a block's index in this call to its
     encoded extras. A partial block at the end is ignored. Two different inputs never give the same
-    hashed bytes. The reason is that the root contains the block size, so all blocks of a chain have
+    hashed bytes, because the root contains the block size, so that all blocks of a chain have
     equally many token bytes."""
     step = block_size * TOKEN_BYTES
     digests: list[bytes] = []
@@ -114,10 +114,10 @@ def chain_digests_sha256_cbor(
     blocks: Iterable[Sequence[int]],
     extras: Mapping[int, Extra] | None = None,
 ) -> list[bytes]:
-    """The block hashes that vLLM's `sha256_cbor` computes, for routers that compute them too. Each
-    digest is SHA-256(canonical CBOR of [parent, token ids, extra keys or null]). These digests do
-    not depend on the `Identity`, so a store of such blocks is for one identity, whose root is the
-    store's namespace."""
+    """Return the block hashes that vLLM's `sha256_cbor` computes, for routers that compute these
+    too. Each digest is SHA-256(canonical CBOR of [parent, token ids, extra keys or null]). vLLM's
+    hashes do not depend on the `Identity`, so a store of blocks under them is for one identity,
+    whose root is the store's namespace."""
     digests: list[bytes] = []
     for index, tokens in enumerate(blocks):
         extra = list(extras[index]) if extras and index in extras else None
@@ -128,9 +128,9 @@ def chain_digests_sha256_cbor(
 
 
 def tenant_salt(secret: bytes, tenant: str, cache_salt: str) -> bytes | None:
-    """The salt for the first block of a tenant's prompts. None if secret, tenant and cache salt are
-    all empty. The salt is an HMAC-SHA256 with the engine's secret as the key. A client does not
-    know this secret, so it cannot choose a cache salt that yields another tenant's salt."""
+    """Return the salt of the first block of a tenant's prompts; None if all arguments are empty.
+    The salt is an HMAC-SHA256 with the engine's secret as the key. A client without the secret
+    cannot choose a cache salt that yields another tenant's salt."""
     if not (secret or tenant or cache_salt):
         return None
     message = cbor2.dumps([tenant, cache_salt], canonical=True)
@@ -147,7 +147,7 @@ class KeyParts(NamedTuple):
 
 
 def key_suffix(group: int = 0, shard_rank: int = 0, shard_count: int = 1) -> bytes:
-    """The 8 bytes that follow a digest in a key, equal for all blocks of a worker and group."""
+    """Return the 8 bytes after the digest in a key, equal for all blocks of a worker and group."""
     if not 0 <= shard_rank < shard_count:
         raise InvalidBlock(f"shard rank {shard_rank} is not below the shard count {shard_count}")
     return _KEY_SUFFIX.pack(group, shard_rank, shard_count, 0)
@@ -181,7 +181,7 @@ def unpack_key(key: bytes) -> KeyParts:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The layout of a block's bytes. It is the same in the GPU pool, in the slab, in an SSD slot
+    """The layout of a block's bytes, which is the same in the GPU pool, in the slab, in an SSD slot
     and on the wire. The bytes are a row-major, little-endian array `[num_layers, 2 (K, V),
     block_size, num_kv_heads, head_dim]` of `kv_dtype`: one contiguous chunk over all layers."""
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the contracts in `tiers/base.py`, for any implementation.
 
-Authors of tiers, also those of other packages, call `check_store_contract` or `check_slab_contract`
-on an empty, open tier with room for 16 blocks or more. The check stores and loads real blocks,
-waits for the answers and closes the tier. It raises ContractBroken at the first violation."""
+Authors of tiers, also in other packages, call `check_store_contract` or `check_slab_contract` on an
+empty, open tier with room for 16 blocks or more. The check stores and loads real blocks, waits for
+the answers, closes the tier, and raises ContractBroken at the first violation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_slab_contract(slab: SlabTier) -> None:
 
 
 def make_keys(count: int, salt: str = "") -> list[bytes]:
-    """Make `count` keys, the same in every run. A different `salt` gives different keys."""
+    """Make `count` keys, which are equal in every run. A different `salt` gives different keys."""
     return [pack_key(hashlib.sha256(f"{salt}/{i}".encode()).digest()) for i in range(count)]
 
 
@@ -72,7 +72,7 @@ def filled_buffers(keys: Sequence[bytes], layout: BlockLayout) -> list[memoryvie
 
 
 def put(store: StoreTier, keys: Sequence[bytes]) -> list[bool]:
-    """Store the payloads of the keys and wait. Return for each block whether it was kept."""
+    """Store the payloads of `keys` and wait. Return for each block whether it was kept."""
     outcomes = store.store(keys, filled_buffers(keys, store.layout)).result(SECONDS)
     return [outcome is Stored.KEPT for outcome in outcomes]
 

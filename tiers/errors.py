@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors that a tier may raise, and the cause of each.
+"""The errors that a tier may raise, and the cause of each error.
 
     TierError
     ├── InvalidBlock     the caller gave a key, layout or buffer that cannot be right
@@ -15,9 +15,8 @@ import errno
 import os
 from pathlib import Path
 
-# Permanent errors of a file system, and their remedies. All other errors may be temporary: a disk
-# that is not mounted, full, read-only or broken, wrong permissions, a shortage of memory or
-# descriptors.
+# Permanent errors of a file system, and their remedies. Other errors may be temporary: a disk is
+# not mounted, full, read-only or broken, permissions are wrong, memory or descriptors are short.
 LASTING = {
     errno.ELOOP: "its links lead in a circle; name a directory",
     errno.ENAMETOOLONG: "a name in it is too long; use a shorter path",
@@ -44,7 +43,7 @@ class TierConfigError(TierError, ValueError):
 
 
 class TierDown(TierConfigError):
-    """A mount or server is missing at present. Opening later may succeed with the same settings."""
+    """A mount or server is missing. A later attempt may succeed with the same settings."""
 
 
 def lasting_cause(error: BaseException, path: Path | None = None) -> str | None:
@@ -57,7 +56,7 @@ def lasting_cause(error: BaseException, path: Path | None = None) -> str | None:
         if any(os.path.islink(each) and not os.path.exists(each) for each in around):
             return None if not _is_circle(path) else LASTING[errno.ELOOP]
         if error.errno == errno.ENOENT and os.path.isdir(path.parent):
-            return "no directory can be made there; use another path"  # such as /proc
+            return "no directory can be made there; use another path"  # as in /proc
     return LASTING.get(error.errno)
 
 

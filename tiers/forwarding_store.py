@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ForwardingStore: the base class of the wrappers of a store. A wrapper overrides the methods that
-it changes. A store in the hierarchy has at most two wrappers."""
+"""ForwardingStore: the base class of wrappers of a store, which override the methods that they
+change. A store in the hierarchy has at most two wrappers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds protect blocks of the slab from eviction until a given time, because a request will need
-them.
+"""Holds, which protect blocks of the slab from eviction until a given time, because a request will
+need the blocks.
 
 A hold lists keys, not slots. Therefore a block that is still being loaded is protected as soon as
-it is in the slab. A block that never comes occupies no slot. Every hold expires at its time, and
-the number of held keys is limited. Times are monotonic seconds."""
+it is in the slab. A block that never enters the slab occupies no slot. Every hold expires at its
+time, and the number of held keys is limited. Times are monotonic seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Holds that were released early stay in the heap, up to half of its entries plus this many.
+# Holds that ended early stay in the heap, up to half of the heap's entries plus this number.
 _MOST_DEAD = 64
 
 
@@ -29,12 +29,12 @@ class Hold:
 
 class Holds:
     """The holds of one slab, on at most `most_blocks` keys in all. A key is protected until the
-    last of its holds ends. Not thread-safe: the caller holds its own lock."""
+    last hold with this key ends. Not thread-safe: the caller holds a lock."""
 
     def __init__(self, most_blocks: int) -> None:
         self.most_blocks = most_blocks
-        self.times: Counter[bytes] = Counter()  # holds of each key, as of the last `expire`
-        self._ends: list[tuple[float, int, Hold]] = []  # a heap
+        self.times: Counter[bytes] = Counter()  # number of holds of each key, at the last `expire`
+        self._ends: list[tuple[float, int, Hold]] = []  # a heap by end time
         self._numbers = itertools.count()
         self._num_dead = 0
 
@@ -56,7 +56,7 @@ class Holds:
         return hold
 
     def end_hold(self, hold: Hold) -> None:
-        """End a hold before its time. Does nothing if the hold has already ended."""
+        """End a hold before its time. Does nothing if the hold has ended."""
         if hold.is_over:
             return
         self._release_hold(hold)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MAC key: a secret that authenticates the records of a store or the tags of blocks on cache
-servers. The operator provides the key in a file; StrataKV never generates one.
+"""MacKey: a secret that authenticates the records of a store or the tags of blocks on cache
+servers. The operator provides the key in a file; StrataKV never generates a key.
 
     id                 the first 8 bytes of HMAC-SHA256(key, "id")
     key of one store   HMAC-SHA256(key, "store" ‖ 0 ‖ namespace)
     key of tags        HMAC-SHA256(key, "tag")
 
 The key of a store is derived from the store's namespace. Therefore a record is not valid in a store
-of another namespace, even if both stores use the same MAC key and their block keys do not identify
-the model."""
+of another namespace, even if the two stores use the same MAC key and block keys that do not
+identify the model."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def read_mac_key(path: Path, flag: str, store: Path | None = None) -> MacKey:
     try:
         # O_NONBLOCK: opening a pipe does not wait for its other end.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:  # not `open`, which leaves the descriptor of a directory open
+        try:  # `open` would leave the descriptor of a directory open
             mode = os.fstat(descriptor).st_mode
             key = os.read(descriptor, MOST_BYTES + 1) if stat.S_ISREG(mode) else None
         finally:

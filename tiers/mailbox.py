@@ -20,11 +20,11 @@ class Mailbox:
         self._queue: deque[Callable[[], None]] = deque()
         self._delivered = threading.Event()
         self._alarm = Alarm(self._ring)
-        self.is_due = True  # work may have come since the owner last set this to False
-        self.version = 0  # the owner's parts add 1 for a change that a ticket or look-up can show
+        self.is_due = True  # whether there may be work since the owner last set it to False
+        self.version = 0  # grows with each change that tickets or look-ups show
 
     def deliver(self, completion: Callable[[], None]) -> None:
-        """Queue a callback. The owner's thread runs it in the next `run_delivered`."""
+        """Queue a callback, which the owner's thread runs in the next `run_delivered`."""
         self._queue.append(completion)
         self._delivered.set()
         self._ring()
@@ -52,7 +52,7 @@ class Mailbox:
 
 
 class Alarm:
-    """Calls `ring` from its own thread soon after each moment given to `at`."""
+    """A timer, whose thread calls `ring` soon after each moment given to `at`."""
 
     def __init__(self, ring: Callable[[], None]) -> None:
         self._ring = ring
@@ -88,7 +88,7 @@ class Alarm:
             self._ring()
 
     def _sleep(self) -> bool:
-        """Return True when a moment has passed, False when closed."""
+        """Sleep; return True when a given moment has passed, False when closed."""
         with self._changed:
             while not self._closed:
                 now = time.monotonic()

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record: a block's bytes after a header, with which a reader detects a wrong or damaged
-record.
+"""The record: a block's bytes after a header by which a reader detects a wrong or damaged record.
 
     offset bytes field
          0     8 magic "STRKVBLK"
@@ -48,10 +47,10 @@ class Seal:
     records have the same layout. Thread-safe. Hashing a payload releases the GIL."""
 
     def __init__(self, key: bytes) -> None:
-        self._keyed = hmac.new(key, digestmod="sha256")  # holds the hashed key; `digest` copies it
+        self._keyed = hmac.new(key, digestmod="sha256")  # keeps the hashed key; `digest` copies it
 
     def digest(self, checked: Buffer, payload: Buffer) -> bytes:
-        """The seal over `checked` (a header without its checksum) and `payload`. Copies neither."""
+        """Return the seal over `checked` (a header without checksum) and `payload`, uncopied."""
         hasher = self._keyed.copy()
         hasher.update(checked)
         hasher.update(payload)
@@ -72,14 +71,14 @@ class Defect(Enum):
     LENGTH = "length"
     GENERATION = "generation"
     CHECKSUM = "checksum"
-    ENCODING = "encoding"  # the checksum fits, but no codec can have written the payload
+    ENCODING = "encoding"  # the checksum is right, but the codec cannot decode the payload
 
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
     """The header fields that differ between records, and the `Seal` if records are sealed. A reader
     with a seal refuses an unsealed record; a reader without a seal refuses a sealed record. Checks
-    do not compare the tag of the expected header; they return the tag of the record."""
+    return the record's tag and do not compare it with the expected header's tag."""
 
     key: bytes
     layout_id: bytes
@@ -97,7 +96,8 @@ class RecordHeader:
 
 
 def encode_header(header: RecordHeader, payload: Buffer, digest: bytes | None = None) -> bytes:
-    """Encode the 128 header bytes, checksum included. With `digest` only a seal reads `payload`."""
+    """Encode the 128 header bytes, checksum included. `payload` is read only for a seal or without
+    `digest`."""
     if len(header.key) != KEY_BYTES or len(header.layout_id) != 16:
         raise ValueError("a record header takes a 40-byte key and a 16-byte layout id")
     if not 0 <= header.codec <= LARGEST_CODEC:
@@ -120,14 +120,14 @@ def encode_header(header: RecordHeader, payload: Buffer, digest: bytes | None = 
 
 
 class PlainHeaders:
-    """Makes the headers of `encode_header` for one layout without a codec, in a fifth of the time:
-    it encodes the common fields only once. Thread-safe."""
+    """A maker of the headers of `encode_header` for one layout without a codec, in a fifth of the
+    time, since common fields are encoded only once. Thread-safe."""
 
     def __init__(self, layout_id: bytes, payload_bytes: int, seal: Seal | None = None) -> None:
         whole = _FIELDS.pack(
             MAGIC, RECORD_VERSION, HEADER_BYTES, 0, payload_bytes, 0, layout_id, b"", 0, b""
         )
-        self.shared = whole  # the common fields, with zeros in place of the others
+        self.shared = whole  # the common fields, and zeros for other fields
         self._head = whole[:_GENERATION_OFFSET]
         self._layout_id = layout_id
         self._decoded = bytes(_TAG_OFFSET - _KEY_OFFSET - KEY_BYTES)
@@ -136,7 +136,7 @@ class PlainHeaders:
     def encode_headers(
         self, key: bytes, generation: int, tag: bytes, payload: Buffer, digest: bytes
     ) -> bytes:
-        """The 128 header bytes for `payload`, whose digest is `digest`."""
+        """Return the 128 header bytes for `payload`, whose digest is `digest`."""
         number = generation.to_bytes(8, "little")
         checked = b"".join((self._head, number, self._layout_id, key, self._decoded, tag))
         if len(checked) != _CHECKED_BYTES:
@@ -145,7 +145,7 @@ class PlainHeaders:
 
 
 def decode_header(raw_header: Buffer) -> RecordHeader | None:
-    """Decode the fields of a header without checking them. Return None if there is no header."""
+    """Decode the fields of a header without checking them. None for other bytes."""
     if len(raw_header) < HEADER_BYTES or bytes(raw_header[: len(MAGIC)]) != MAGIC:
         return None
     fields = _FIELDS.unpack(bytes(raw_header[:_CHECKED_BYTES]))
@@ -154,13 +154,13 @@ def decode_header(raw_header: Buffer) -> RecordHeader | None:
 
 
 def check_record(raw_header: Buffer, payload: Buffer, expected: RecordHeader) -> Defect | None:
-    """Return None if the record is exactly the expected one, else the first defect found."""
+    """Return None if the record is exactly the `expected` record, else the first defect found."""
     found = verify_record(raw_header, payload, expected)
     return found if isinstance(found, Defect) else None
 
 
 def verify_record(raw_header: Buffer, payload: Buffer, expected: RecordHeader) -> Proof | Defect:
-    """Return tag and payload digest if the record is exactly the expected one, else the first
+    """Return tag and payload digest if the record is exactly the `expected` record, else the first
     defect found. The payload is hashed last, so wrong headers are refused without hashing."""
     defect = check_fields(raw_header, payload, expected)
     if defect is not None:

@@ -7,9 +7,9 @@ A package declares a tier as an entry point in its own `pyproject.toml`:
     mytier = "mypackage.tier:open_tier"
 
 `open_tier` takes a `TierRequest` and returns a `StoreTier`, empty or filled, that fulfils the
-contract in `tiers/base.py`; `tiers/contract.py` checks the contract. `policies/known_policies.py`
-and `admission/filters.py` describe the entry points of policies and filters. A package is imported
-only when a setting names its entry point."""
+contract in `tiers/base.py`, which `tiers/contract.py` checks. `policies/known_policies.py` and
+`admission/filters.py` describe the entry points of policies and filters. A package is imported only
+when a setting names its entry point."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def installed(group: str) -> list[str]:
 
 
 def find_entry(group: str, what: str, name: str, ours: Sequence[str]) -> EntryPoint:
-    """The entry point `name` of a group. Error messages show `what` (the kind of entry point) and
-    `ours` (the built-in names). Raises TierConfigError if there is no such entry point, or several
-    different ones."""
+    """Return the entry point `name` of a group. Error messages show `what` (the kind of entry
+    point) and `ours` (the built-in names). Raises TierConfigError if the entry point is missing or
+    ambiguous."""
     found = list(entry_points(group=group, name=name))
     if not found:
         raise TierConfigError(

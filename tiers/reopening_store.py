@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ReopeningStore: wraps a store that may be down at the start, and whose disk may vanish and
+"""ReopeningStore: a wrapper of a store that may be down at the start, and whose disk may vanish and
 return.
 
     down ──opened──► in use ──the disk or the folder is gone──► closed ──► down
 
 While the store is down, every look-up is a miss and every block is refused. A thread tries to open
 the store, at intervals that grow from 1 to 60 seconds. After the disk was lost, the thread opens
-only an existing store. A new store would be made on another disk while the lost disk is not
+only an existing store, since a new store would be made on another disk while the lost disk is not
 mounted.
 
 A file that was open on a lost disk never works again, even when the disk is back, and writes to
 removed files are lost. So the thread checks whether the files of a `DiskStore` are still at their
-path, and after faults also whether they can be read. If a check fails, the thread closes the store.
+path and, after faults, can be read. If a check fails, the thread closes the store.
 
-A disk that hangs may block a thread of the store for longer than `close` waits. Until that thread
-has ended, the store's files stay open and its folder stays locked, so no process can open the
-store."""
+A disk that hangs may block a thread of the store for longer than `close` waits. Until the blocked
+thread has ended, the store's files stay open and its folder stays locked, so no process can open
+the store."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 LOOK_SECONDS = 1.0
 # Keys of `TierStats.errors`: the number of failed openings, and of losses of the disk.
 DOWN, GONE = "down", "disk gone"
-# Limit of dropped keys remembered while the store is down; beyond it, all blocks are forgotten.
+# The most keys that are dropped while the store is down; beyond it, all blocks are dropped.
 MOST_DROPPED = 65536
-_CLOSE_SECONDS = 2.0  # for a store whose disk is gone: its writes cannot end
+_CLOSE_SECONDS = 2.0  # for a lost disk, whose writes cannot end
 _GAUGES = ("capacity_bytes", "used_bytes", "capacity_blocks", "blocks", "pinned_blocks",
            "reserved_blocks")  # fmt: skip
 
@@ -50,10 +50,10 @@ _T = TypeVar("_T")
 
 
 class ReopeningStore(ForwardingStore):
-    """A store that may be down. `opened` is the inner store, if it is already open. `open_it` opens
-    the inner store, and raises TierDown while that is not possible. Before the first success, any
-    other error ends the attempts. Later, a TierConfigError does not. Thread-safe. Only tests set
-    the parameters `..._seconds`."""
+    """A store that may be down. `opened` is the inner store, if it is open already. `open_it` opens
+    the inner store, and raises TierDown while the store cannot be opened. Before the first success,
+    any other error ends the attempts; later, a TierConfigError does not end them. Thread-safe. Only
+    tests set the parameters `..._seconds`."""
 
     @classmethod
     def wait_for(
@@ -87,10 +87,10 @@ class ReopeningStore(ForwardingStore):
         self._is_over = opened is not None and not isinstance(opened, DiskStore)
         self._times_down = int(opened is None)
         self._past = TierStats()  # counters of inner stores that lost their disk
-        self._hanging: list[DiskStore] = []  # lost their disk; used by `_thread` only
-        self._lock = threading.Lock()  # guards the fields below, and `inner`
-        self._is_cleared = False  # forget all earlier blocks when the store opens
-        self._dropped: set[bytes] = set()  # forget these keys when the store opens
+        self._hanging: list[DiskStore] = []  # stores that lost their disk; for `_thread`
+        self._lock = threading.Lock()  # guards the next fields, and `inner`
+        self._is_cleared = False  # drop all earlier blocks when the store opens
+        self._dropped: set[bytes] = set()  # keys to drop when the store opens
         self._is_closed = False
         self._closing = threading.Event()
         self._thread = threading.Thread(
@@ -123,7 +123,7 @@ class ReopeningStore(ForwardingStore):
         return self._retry_after_reopen(lambda: self.inner.lease(keys, seconds))
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """See StoreTier. A store that is down drops blocks when it opens, and counts none."""
+        """See StoreTier. A store that is down drops blocks when it opens; the result is 0."""
         with self._lock:
             if self.inner is self._empty and not self._is_cleared:
                 self._dropped.update(keys)
@@ -132,14 +132,14 @@ class ReopeningStore(ForwardingStore):
             return self.inner.drop(keys)
 
     def clear(self) -> None:
-        """See StoreTier. If the store is down, its blocks are forgotten when it opens."""
+        """See StoreTier. A store that is down drops all blocks when it opens."""
         with self._lock:
             self._is_cleared |= self.inner is self._empty
             self.inner.clear()
 
     def wait_forgotten(self, timeout_seconds: float) -> bool:
-        """See StoreTier. Returns False while the store is down and has blocks to forget."""
-        inner = self.inner  # read once: the thread may replace it
+        """See StoreTier. Return False while the store is down and has blocks to drop."""
+        inner = self.inner  # read once, since the thread may replace it
         if inner is not self._empty:
             return inner.wait_forgotten(timeout_seconds)
         return not (self._is_cleared or self._dropped)
@@ -163,7 +163,7 @@ class ReopeningStore(ForwardingStore):
         self._thread.join(max(0.0, deadline - time.monotonic()) + 0.1)
 
     def _retry_after_reopen(self, call: Callable[[], _T]) -> _T:
-        """Run `call`. Run it again if it raised TierClosed because `inner` was replaced."""
+        """Run `call`, and again if it raised TierClosed because `inner` was replaced."""
         asked = self.inner
         try:
             return call()
@@ -181,7 +181,7 @@ class ReopeningStore(ForwardingStore):
                     self._open_when_due()
                 elif isinstance(store, DiskStore) and store.has_lost_disk():
                     self._give_up(store)
-            except Exception:  # the next round may succeed
+            except Exception:  # the next attempt may succeed
                 log.exception("the %s tier could not be looked after", self._shown_name)
             if self._is_over and not self._hanging:
                 return
@@ -209,7 +209,7 @@ class ReopeningStore(ForwardingStore):
             self._is_over = True
             log.exception("the %s tier stays closed: it could not be opened", self._shown_name)
         else:
-            self._is_over = not isinstance(store, DiskStore)  # no disk to watch
+            self._is_over = not isinstance(store, DiskStore)  # without a disk the thread may end
             self._take_over(store)
 
     def _open_inner(self) -> StoreTier:
@@ -219,7 +219,7 @@ class ReopeningStore(ForwardingStore):
             return self._open_it(False)
         except TierDown:
             raise
-        except TierConfigError as error:  # an empty mount point or another disk: try again later
+        except TierConfigError as error:  # an empty mount point, or another disk
             raise TierDown(str(error)) from error
 
     def _take_over(self, store: StoreTier) -> None:
@@ -277,21 +277,21 @@ class DiskStore(StoreTier):
 
     @abstractmethod
     def has_lost_disk(self) -> bool:
-        """Whether this store has lost its disk. May block. Only one thread calls this."""
+        """Whether this store has lost its disk. May block. Only one thread may call this method."""
 
     @abstractmethod
     def not_yet_forgotten(self) -> tuple[list[bytes], bool]:
-        """The dropped keys that may still be on disk, and whether all are to be forgotten."""
+        """Return the dropped keys that may be on disk, and whether all blocks must be dropped."""
 
     @property
     @abstractmethod
     def has_open_files(self) -> bool:
-        """Whether the store's files are open and its folder is locked. Both end when the store is
-        closed and none of its threads waits for the disk."""
+        """Whether the store's files are open and its folder is locked. False when the store is
+        closed and no thread of the store waits for the disk."""
 
 
 class EmptyStore(StoreTier):
-    """Replaces a store that is down. It has no blocks and refuses every block."""
+    """The replacement of a store that is down, which has no blocks and refuses every block."""
 
     is_up = False
 

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tag of a block. The engine that stores the block makes the tag. Every tier keeps the tag with
-the block. An engine that loads the block checks the tag.
+"""Tagger: makes the tags of blocks. The engine that stores a block makes its tag, every tier keeps
+the tag with the block, and an engine that loads the block checks the tag.
 
     digest   xxh3-128(payload)                                   identifies the bytes
     tag      xxh3-128(name ‖ digest)                             binds the bytes to the block's key
     tag      HMAC-SHA256(tag key, name ‖ payload)[:16]           the same, with a tag key
     name     "STRKVTAG" ‖ layout id (16) ‖ payload bytes u64 ‖ key (40)
 
-A tier keeps the digest and the tag together as the block's `Proof`. Whenever a tier moves the
-bytes, it compares the digest, which needs neither the name nor the tag key. It makes no new tag for
-a block that came with a tag. A tag without a tag key detects damaged and mixed-up blocks. Only a
-holder of the tag key can make a tag with that key. The server that keeps the block, and the
-server's other clients, cannot."""
+A tier keeps the digest and the tag together as the block's `Proof`. Whenever a tier moves a block's
+bytes, it compares the digest, which needs neither the name nor the tag key. A tier makes no new tag
+for a block that came with a tag. A tag without a tag key detects damaged and mixed-up blocks. Only
+a holder of the tag key can make a tag with this key; the server that keeps the block and the
+server's other clients cannot make such a tag."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Proof(NamedTuple):
         return self.tag + self.digest
 
 
-# One entry for each block of a batch; None for a missing block, or for a block without a proof.
+# The proof of each block of a batch; None for a missing block or a block without a proof.
 Proofs = Sequence[Proof | None]
 
 
@@ -51,13 +51,13 @@ def unpack_proof(packed: bytes) -> Proof:
 
 
 def payload_digest(payload: Buffer) -> bytes:
-    """The 16-byte digest of a block's bytes. Releases the GIL while it hashes."""
+    """Return the 16-byte digest of a block's bytes. Releases the GIL while hashing."""
     return xxhash.xxh3_128_digest(payload)
 
 
 class Tagger:
-    """Makes tags of blocks of one layout. `tag_key` is a secret of 32 bytes or more, which all
-    engines that load each other's blocks share. Thread-safe."""
+    """A maker of the tags of blocks of one layout. `tag_key` is a secret of 32 bytes or more, which
+    all engines that load each other's blocks share. Thread-safe."""
 
     def __init__(self, layout_id: bytes, payload_bytes: int, tag_key: bytes | None = None) -> None:
         self._name_head = _NAME_HEAD.pack(_MAGIC, layout_id, payload_bytes)
@@ -65,40 +65,40 @@ class Tagger:
 
     @property
     def is_keyed(self) -> bool:
-        """Whether there is a tag key. Then tags are made from bytes and not from a digest."""
+        """Whether tags are made with a tag key, and so from bytes instead of from a digest."""
         return self._keyed is not None
 
     def join_names(self, keys: Sequence[bytes]) -> bytes:
-        """The names in the tags of blocks, joined without separators. All have the same length."""
+        """Return the tags' names of `keys` (see the module), all of one length, joined."""
         head = self._name_head
         return b"".join([head + key for key in keys])
 
     def tag(self, key: bytes, digest: bytes) -> bytes:
-        """The tag of the block `key` whose bytes have this digest. Uses no tag key."""
+        """Return the tag of the block `key` whose bytes have this digest. Uses no tag key."""
         return xxhash.xxh3_128_digest(self._name_head + key + digest)
 
     def prove_all(self, keys: Sequence[bytes], digests: Sequence[bytes]) -> list[Proof]:
-        """The proofs of blocks whose bytes have these digests. Uses no tag key."""
+        """Return the proofs of blocks whose bytes have these digests. Uses no tag key."""
         head, digest_of = self._name_head, xxhash.xxh3_128_digest
         pairs = zip(keys, digests, strict=True)
         return [Proof(digest_of(head + key + digest), digest) for key, digest in pairs]
 
     def create_hasher(self, key: bytes) -> Any:
-        """A hasher for a payload that comes in parts. Call its `update` with each part, while the
-        part is in the CPU cache, and then pass the hasher to `finish_proof`."""
+        """Return a hasher for a payload that arrives in parts. The caller calls `update` with each
+        part, while the part is in the CPU cache, and then passes the hasher to `finish_proof`."""
         if self._keyed is None:
             return xxhash.xxh3_128()
         return _KeyedHasher(self._keyed, self._name_head + key)
 
     def finish_proof(self, key: bytes, hasher: Any) -> Proof:
-        """The proof of the payload given to `hasher`, which `create_hasher(key)` has made."""
+        """Return the proof of the payload that `hasher`, from `create_hasher(key)`, has hashed."""
         digest = hasher.digest()
         if self._keyed is None:
             return Proof(self.tag(key, digest), digest)
         return Proof(hasher.tag(), digest)
 
     def prove(self, key: bytes, payload: Buffer) -> Proof:
-        """The proof of a block whose payload is in one piece."""
+        """Return the proof of a block whose payload is in one piece."""
         if self._keyed is None:
             digest = payload_digest(payload)
             return Proof(self.tag(key, digest), digest)
@@ -108,8 +108,7 @@ class Tagger:
 
 
 class Hashed:
-    """Takes the place of a hasher in `finish_proof` if the digest is known. Only without a tag
-    key."""
+    """A known digest in place of a hasher in `finish_proof`. Only without a tag key."""
 
     def __init__(self, digest: bytes) -> None:
         self._digest = digest
@@ -119,7 +118,7 @@ class Hashed:
 
 
 class _KeyedHasher:
-    """Computes the digest and the tag with a tag key in one pass over the bytes."""
+    """A hasher that computes the digest and the tag with a tag key in one pass over the bytes."""
 
     def __init__(self, keyed: hmac.HMAC, name: bytes) -> None:
         self._tag = keyed.copy()

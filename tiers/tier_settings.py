@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the tiers. Most fields are also options: `setting` gives a default, a parser and
-a help text.
+"""The settings of the tiers. Most fields are also options, for which `setting` gives a default, a
+parser and a help text.
 
 `settings/option.py` makes flags, environment variables and keys of configuration files from these
 options, and `assemble.py` builds the tiers. A new option needs a field in this module and code that
@@ -32,7 +32,7 @@ REMOTE = "remote"  # the name of the tier of all cache servers
 PEER = "peer"  # the name of the tier of all other engines
 DURABILITIES = ("sync", "async")
 MAX_DISKS = 16
-# An answer after this time is of no use: the engine could have computed the prompt meanwhile.
+# The longest useful time of a look-up, in which the engine could compute the prompt.
 MAX_LOOKUP_SECONDS = 60.0
 
 _policy = readers.one_of_these_or(POLICIES, known_policies)
@@ -58,7 +58,7 @@ class SsdSettings:
     """The settings of the SSD tier. `path` is one directory, or several separated by commas, one on
     each disk (see `paths`). The directories share `capacity_bytes` evenly. `daily_bytes` limits the
     bytes written per day, except at shutdown. With `mac_key_file` the tier seals its records with
-    that key, and refuses records that were written without the key."""
+    the key in the file, and refuses records that were written without this key."""
 
     path: Path | None = setting(
         None, readers.path, "directory of the ssd tier, or of several disks by commas", "DIR",
@@ -116,7 +116,7 @@ class SsdSettings:
         return tuple(Path(part.strip()).expanduser() for part in str(self.path).split(","))
 
     def below(self, folder: str) -> SsdSettings:
-        """A copy of these settings in which `folder` is appended to each directory."""
+        """Return a copy of the settings in which `folder` is appended to each directory."""
         return replace(self, path=Path(",".join(str(path / folder) for path in self.paths)))
 
 
@@ -128,7 +128,7 @@ def _check_apart(paths: Sequence[Path]) -> None:
         )
     if len(paths) > MAX_DISKS:
         raise ConfigError(f"the ssd tier takes up to {MAX_DISKS} disks, not {len(paths)}")
-    real = [Path(os.path.realpath(path)) for path in paths]  # does not raise for a circle of links
+    real = [Path(os.path.realpath(path)) for path in paths]  # circles of links do not raise
     for number, path in enumerate(real):
         for other in real[number + 1 :]:
             if path == other:
@@ -142,7 +142,7 @@ def _check_apart(paths: Sequence[Path]) -> None:
                 )
 
 
-# The default of a cache server: its SSD tier takes every block that the slab evicts.
+# The default of a cache server, whose SSD tier takes every block that the slab evicts.
 SERVER_SSD = SsdSettings(admission="all")
 
 
@@ -150,7 +150,7 @@ SERVER_SSD = SsdSettings(admission="all")
 class ClientSettings:
     """The files of a client's credentials: token, certificate and trusted authorities."""
 
-    THEM: ClassVar[str]  # the servers, as help texts name them
+    THEM: ClassVar[str]  # the name of the servers in help texts
 
     token_file: Path | None = setting(None, readers.path, "file with the token for {them}", "FILE")
     ca_file: Path | None = setting(
@@ -169,7 +169,7 @@ class ClientSettings:
     )  # fmt: skip
 
     def credentials(self) -> Credentials:
-        """The credentials to present. Raises TierConfigError for a certificate or key alone."""
+        """Return the credentials. Raises TierConfigError for a certificate or key alone."""
         return Credentials(**{each.name: getattr(self, each.name) for each in fields(Credentials)})
 
 
@@ -219,32 +219,31 @@ class ServeSettings:
 class ListenAddress:
     """The address to listen on. Port 0 means any free port."""
 
-    host: str  # without brackets
+    host: str  # an IPv6 address has no brackets here
     port: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
     """The settings of the slab and all stores below it. The settings of engines and adapters
-    inherit from this class and declare the options for its fields. There is an SSD tier if
-    `ssd.path` is set."""
+    inherit from this class and declare the options for its fields. `ssd.path` adds an SSD tier."""
 
     cpu: CpuSettings = field(default_factory=CpuSettings)
     ssd: SsdSettings = field(default_factory=SsdSettings)
     remote: RemoteTierSettings = field(default_factory=RemoteTierSettings)
-    cache_servers: tuple[ServerAddress, ...] = ()  # together one tier, the lowest
-    peer_addresses: tuple[ServerAddress, ...] = ()  # together one tier: the slabs of these engines
+    cache_servers: tuple[ServerAddress, ...] = ()  # the servers of the lowest tier
+    peer_addresses: tuple[ServerAddress, ...] = ()  # the engines of one tier
     peer: PeerSettings = field(default_factory=PeerSettings)
-    listen_address: ListenAddress | None = None  # where other engines reach this engine's slab
+    listen_address: ListenAddress | None = None  # for other engines
     serve: ServeSettings = field(default_factory=ServeSettings)
-    other_tiers: tuple[str, ...] = ()  # names of tiers that other packages bring
-    tier_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by tier name
-    require_tiers: bool = False  # refuse to start while a store below the slab is down
+    other_tiers: tuple[str, ...] = ()  # names of tiers of other packages
+    tier_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # tier → options
+    require_tiers: bool = False  # whether the start fails while a store is down
     load: str = "auto"  # see connector/costs/economics.py
     faults: str = ""  # see tiers/testing/fault_plan.py
     watermark: float = WATERMARK  # share of free slots below which write-back starts
-    read_seconds: float = READ_SECONDS  # the longest read of one load's blocks
-    keeps_unwritten: bool = False  # evict no block before it is written
+    read_seconds: float = READ_SECONDS  # the longest time of a load's read
+    keeps_unwritten: bool = False  # whether unwritten blocks are never evicted
 
     @property
     def has_ssd(self) -> bool:
@@ -252,7 +251,7 @@ class TierSettings:
 
     @property
     def store_names(self) -> tuple[str, ...]:
-        """The tiers below the slab, the fastest first, as metrics and fault injection name them."""
+        """The names of the tiers below the slab, in metrics and drills, the fastest first."""
         return (
             *("ssd",) * self.has_ssd,
             *self.other_tiers,
@@ -262,9 +261,9 @@ class TierSettings:
 
     @property
     def drill(self) -> Drill | None:
-        """The faults to inject, or None without `faults`. Raises TierConfigError."""
+        """Return the faults to inject, or None without `faults`. Raises TierConfigError."""
         if not self.faults:
             return None
-        from .testing.faulty_store import parse_drill  # only a process with a drill loads it
+        from .testing.faulty_store import parse_drill  # imported only for a drill
 
         return parse_drill(self.faults, self.store_names)

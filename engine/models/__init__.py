@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model architectures, the loading of models, and the embedded model. Never imports the API."""
+"""Model architectures, loading of models, and the embedded model. Never imports the API server."""

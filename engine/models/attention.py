@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention on the CPU over gathered blocks of the KV pool.
 
-`AttentionPlan` is built once for a step and used for every layer:
+An `AttentionPlan` is built once for a step, is used for every layer, and has these parts:
 
     fresh chunk     a prompt's first tokens: attend to the step's own K and V
     context chunk   tokens after cached ones: tiles of rows against the gathered K and V
@@ -11,12 +11,12 @@ Layers with a window gather only the blocks that the window reaches.
 
 All chunks and decodes of a step share one gather for each layer if the gathered K and V take at
 most `GATHER_BYTES`. A larger gather is split into pieces that stay in the processor's cache until
-attention reads them: this halved the time for 64 requests of 1,000 tokens.
+attention reads them; the split halved the time of a step with 64 requests of 1,000 tokens.
 
 Old data in the slots after a request's last token never changes a result. Chunks end at the
-request's last token. Decode batches set these slots to zero in the gathered copy; a mask alone
-would let NaN through, since 0 * NaN is NaN. Block tables are padded with the null block, which
-holds zeros."""
+request's last token. Decode batches set the slots after the last token to zero in the gathered
+copy; a mask alone would let NaN through, since 0 * NaN is NaN. Block tables are padded with the
+null block, which holds zeros."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from torch import Tensor
 
 from ...tiers.block import BlockLayout
 
-GATHER_BYTES = 8 * 1024**2  # K and V together; 2 to 16 MiB measured alike
-TILE_ROWS = 256  # rows of one masked call; smaller tiles compute less of the masked triangle
+GATHER_BYTES = 8 * 1024**2  # K and V together; 2 to 16 MiB took equal time
+TILE_ROWS = 256  # rows of one masked call; smaller tiles compute fewer masked scores
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class FreshChunk:
 
     start: int
     end: int
-    tiles: list[Tile] | None = None  # over these rows; None: each row sees all earlier rows
+    tiles: list[Tile] | None = None  # tiles of the chunk; None: a row attends to all earlier rows
 
 
 @dataclass(slots=True)
@@ -50,12 +50,12 @@ class Tile:
     end: int
     first: int
     keys: int
-    mask: Tensor | None  # [rows, keys] of 0 and -inf; None: every key is seen
+    mask: Tensor | None  # [rows, keys] of 0 and -inf; None: no key is masked
 
 
 @dataclass(slots=True)
 class ContextChunk:
-    """Tokens after cached tokens; the request's K and V begin at token `offset` of the gathered
+    """The rows of a request with cached tokens; its K and V begin at token `offset` of the gathered
     copy."""
 
     offset: int
@@ -64,8 +64,8 @@ class ContextChunk:
 
 @dataclass(slots=True)
 class DecodeBatch:
-    """Decodes, one row for each request. K and V are `[len(rows), keys]`, from token `offset`
-    on."""
+    """Decoding requests, with a row for each. Their K and V are `[len(rows), keys]` tokens of the
+    gathered copy, from token `offset` on."""
 
     offset: int
     keys: int
@@ -77,7 +77,7 @@ class DecodeBatch:
 class GatherGroup:
     """The blocks that one gather copies, and the chunks and decodes that read them."""
 
-    block_rows: Tensor  # int64 [2 * blocks]: rows of layer 0, K's then V's
+    block_rows: Tensor  # int64 [2 * blocks]: rows of layer 0, of K, then of V
     stale: Tensor | None  # int64: gathered tokens outside their request's length or window
     chunks: list[ContextChunk] = field(default_factory=list)
     decodes: list[DecodeBatch] = field(default_factory=list)
@@ -88,17 +88,16 @@ class AttentionPlan:
     """The attention plan of a step, for all layers of a cache group that have the same window."""
 
     blocks: Tensor  # int64 [written]: blocks of the new K and V
-    offsets: Tensor  # int64 [written]: slots within these blocks
+    offsets: Tensor  # int64 [written]: slots within `blocks`
     written: Tensor | None  # int64 [written]: rows whose K and V are written; None: all
     fresh: list[FreshChunk]
     groups: list[GatherGroup]
 
 
 class PagedAttention:
-    """Attention of one model over one pool, with a buffer for its gathers.
+    """The attention of one model over one KV pool, with a buffer for gathered K and V.
 
-    The buffer is allocated once, since page faults of fresh memory would take longer than the copy.
-    """
+    The buffer is allocated once: page faults of fresh memory would take longer than the copy."""
 
     def __init__(
         self,
@@ -123,7 +122,7 @@ class PagedAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: AttentionPlan) -> Tensor:
         """Write `k` and `v` `[tokens, kv heads, head_dim]` to the pool, then compute attention for
-        `q` `[tokens, heads, head_dim]`. Return `[tokens, heads * head_dim]`."""
+        `q` `[tokens, heads, head_dim]`. Return the result `[tokens, heads * head_dim]`."""
         self._write_pool(k, v, layer, plan)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for chunk in plan.fresh:
@@ -167,7 +166,7 @@ class PagedAttention:
         tiles: list[Tile],
         out: Tensor,
     ) -> None:
-        """Compute the tiles of a request whose K and V begin at token `offset`."""
+        """Compute attention for the tiles of a request whose K and V begin at token `offset`."""
         for tile in tiles:
             rows = slice(tile.start, tile.end)
             seen = slice(offset + tile.first, offset + tile.first + tile.keys)
@@ -188,7 +187,7 @@ class PagedAttention:
 
     def _attend_decode(self, q: Tensor, keys: Tensor, values: Tensor, batch: DecodeBatch) -> Tensor:
         """Compute attention for one token of each request. The query heads that share a K head are
-        passed as rows of one head, so K and V are read once for all of them."""
+        passed as rows of one head, so K and V are read once for all these query heads."""
         count = len(q)
         span = slice(batch.offset, batch.offset + count * batch.keys)
         shape = (count, batch.keys, self._kv_heads, self._head_dim)

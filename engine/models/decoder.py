@@ -2,9 +2,9 @@
 """Decoder: the forward pass of every model family, over one flat batch of tokens.
 
 Norms are computed in float32 or wider, as in transformers. Float64 is never rounded to float32:
-rounding would make results depend on the order of additions. The weights decide which steps are
-computed: a bias or a norm that is None is left out. This module has no requests, blocks or
-sampling; the caller passes positions and the attention plan.
+rounding would make results depend on the order of additions. A bias or a norm that is None in the
+weights is not computed. This module has no requests, blocks or sampling; the caller passes
+positions and the attention plan.
 
     embed ─► each layer: attention ─► rest (output matrix, MLP) ─► last norm ─► logits"""
 
@@ -41,9 +41,9 @@ PLAIN = Elementwise()
 
 
 class AuxStates:
-    """Collects hidden states during a forward pass: the inputs of the given layers, for the rows
-    that the caller requests. Number 0 means the embedding, and the number of layers means the input
-    of the last norm. A forward pass stores the states in `found`."""
+    """The hidden states that a forward pass collects: the inputs of the layers in `layers`, for the
+    rows that the caller requests. In `layers`, 0 is the embedding, and the model's number of layers
+    is the input of the last norm. A forward pass stores the states in `found`."""
 
     __slots__ = ("found", "layers")
 
@@ -63,11 +63,11 @@ class AuxStates:
 class Embeds(NamedTuple):
     """Embeddings that replace the token ids of some rows of a step."""
 
-    rows: Tensor | None  # int64 [n], each once; None: all rows of the step, in order
+    rows: Tensor | None  # int64 [n], no row twice; None: all rows of the step, in order
     values: Tensor  # [n, hidden], not changed by other code
 
     def joined_with(self, other: Embeds) -> Embeds:
-        """Return the rows of both, each with rows named."""
+        """Return an `Embeds` with the rows of `self` and of `other`. `rows` None is not allowed."""
         assert self.rows is not None and other.rows is not None
         values = torch.cat((self.values, other.values.to(self.values.dtype)))
         return Embeds(torch.cat((self.rows, other.rows)), values)
@@ -78,13 +78,13 @@ class Embeds(NamedTuple):
 
 
 class PictureRows(NamedTuple):
-    """The changes that pictures make in a step, besides the embeddings of their rows."""
+    """The inputs of a step that depend on pictures, besides the embeddings of their rows."""
 
     rows: Tensor  # int64 [n]: the rows of pictures
-    # [n, layers, hidden]: added to these rows after each of the first layers; None: nothing is.
+    # [n, layers, hidden]: added to `rows` after each of the first layers; None: nothing is added.
     deep: Tensor | None
     # int64 [3, tokens]: time, height and width of each row, for rotary positions by axis; None: all
-    # three are its position.
+    # three are the row's position.
     grid: Tensor | None
 
 
@@ -110,7 +110,7 @@ class Decoder:
         self._element_bytes = weights.embedding.element_size()
         self._layers = take_layers(spec, weights.layers, elementwise)
         self._last_norm: Tensor | None = weights.norm
-        # A tied matrix is in memory once: rows are looked up in its packed form.
+        # A tied matrix is in memory once, in packed form; embeddings are looked up in this form.
         is_tied = weights.head is weights.embedding
         self._head = Linear(weights.head, is_kept=is_tied)
         packed = self._head.packed if is_tied else None
@@ -119,16 +119,16 @@ class Decoder:
         self._logits_divisor = 1.0 if spec.scales is None else spec.scales.logits
         scale = spec.embedding_scale
         if spec.family.scaled_embeddings:
-            # Rounded first, as transformers does: 55.4256 is 55.5 in bfloat16.
+            # Rounded to `dtype` first, as in transformers: 55.4256 is 55.5 in bfloat16.
             scale = float(torch.tensor(scale, dtype=dtype))
         self._embedding_scale = None if scale == 1.0 else scale
-        # int32 `[layers with experts, tokens, num_per_token]`, filled by each step that computes
-        # all rows; None: experts are not recorded.
+        # int32 `[layers with experts, tokens, num_per_token]`, the experts of each row, filled by
+        # each step that computes all rows; None: experts are not recorded.
         self.chosen_experts: Tensor | None = None
         self._tables = turns_of(spec, max_model_len, dtype, weights.embedding.device)
         self._growth = growth_of(spec, max_model_len, dtype, weights.embedding.device)
         self._table_of = spec.rope_of_layers
-        # int64 `[head_dim // 2]`: the axis of a grid by which each element turns.
+        # int64 `[head_dim // 2]`: the grid axis whose position rotates each element.
         self._axes: Tensor | None = None
         if spec.rope_axes is not None:
             self._axes = torch.tensor(spec.rope_axes, device=weights.embedding.device)
@@ -186,8 +186,8 @@ class Decoder:
         )  # fmt: skip
 
     def embed(self, token_ids: Tensor, embeds: Embeds | None = None) -> Tensor:
-        """Return the embeddings `[tokens, hidden]`. `embeds` may replace some of them; the token
-        ids of the replaced rows only have to be in the vocabulary."""
+        """Return the embeddings `[tokens, hidden]`. `embeds` may replace some embeddings; the token
+        ids of replaced rows only have to be in the vocabulary."""
         if embeds is not None and embeds.rows is None:
             return embeds.values
         matrix = self._embedding
@@ -218,9 +218,9 @@ class Decoder:
         the last norm, `[len(wanted), hidden]`, of the rows `wanted` (int64; None: all rows), for
         `logits`.
 
-        K and V of all tokens are written to the pool and, with `states`, the new states too. After
-        the last mixer only the rows `wanted` are computed. An `attention` from `in_library`
-        computes all layers; its `plan` has one plan per view. With kernels, `x` is overwritten.
+        K and V of all tokens are written to the pool; with `states`, the new states are written
+        too. After the last mixer only the rows `wanted` are computed. An `attention` from
+        `in_library` computes all layers; its `plan` has one plan per view. Kernels overwrite `x`.
         `slots`, int32 `[tokens]`, has the adapter slot of each row, -1 for none; None: no row has
         an adapter. An attention from `in_library` takes no `pictures`."""
         if self.slots is not None:
@@ -270,7 +270,7 @@ class Decoder:
         self, positions: Tensor, grid: Tensor | None, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return cosines and sines `[tokens, 1, head_dim // 2]`. With `grid`, each element of a
-        head turns by one of the three axes."""
+        head rotates by its position on one of the three axes."""
         if grid is None:
             return cos[positions], sin[positions]
         assert self._axes is not None
@@ -304,13 +304,13 @@ class Decoder:
         )
 
     def allow_adapters(self, num_slots: int, max_rank: int) -> ModelSlots:
-        """Make slots for adapters of up to `max_rank`. Call it before `in_library`."""
+        """Make slots for adapters of rank `max_rank` or less. To be called before `in_library`."""
         products = [layer.adapted_products() for layer in self._layers]
         self.slots = ModelSlots(self.spec, products, num_slots, max_rank)
         return self.slots
 
     def record_experts(self, max_tokens: int) -> None:
-        """Make steps of up to `max_tokens` tokens write each row's experts to `chosen_experts`."""
+        """Make steps of `max_tokens` tokens or less record each row's `chosen_experts`."""
         experts = self.spec.experts
         assert experts is not None
         shape = (len(experts.layers), max_tokens, experts.num_per_token)
@@ -331,9 +331,9 @@ class Decoder:
 
     def logits(self, hidden: Tensor, wanted: npt.NDArray[np.uint32] | None = None) -> Tensor:
         """Compute logits `[rows, vocab]` from the result of `forward`. `logits` is a separate call,
-        so that the logits of a long prompt can be computed in parts. Tokens without a bit in
-        `wanted` (bit `t % 32` of word `t // 32`) may be left out; their logits are then 0. The
-        result has the computation's type, or is float32 rounded to it."""
+        so that the logits of a long prompt can be computed in parts. The logit of token t may be 0
+        instead of computed if bit `t % 32` of word `t // 32` in `wanted` is 0. The result has the
+        computation's type, or is float32 rounded to it."""
         is_last = self._logits_softcap is None and self._logits_divisor == 1.0
         logits = self._head(hidden, wanted, is_wide=is_last)
         if self._logits_divisor != 1.0:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The number types of a model's computation, by the names that `--dtype` takes.
 
-`auto` means the type that config.json names, if the device computes fast in it. A CPU without units
-for a 16-bit type computes in float32, because the 16-bit type would be many times slower. On a GPU,
-float32 and float64 become bfloat16: it halves the bytes that a step reads, and tensor cores compute
-in it. The choice of a name needs no torch; only the torch dtypes do."""
+`auto` means the type that config.json names, if the device is fast in this type. A CPU without
+units for a 16-bit type computes in float32, because the 16-bit type would be many times slower. On
+a GPU, float32 and float64 become bfloat16: bfloat16 halves the bytes that a step reads, and tensor
+cores compute in it. Only the functions that return a torch dtype import torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FP8_KV = "fp8_e4m3"
 _NAMES = ("float64", "float32", "bfloat16", "float16")
 _IN_TORCH = {FP8_KV: "float8_e4m3fn"}  # types with another name in torch
 CPUINFO = Path("/proc/cpuinfo")
-# Flags in /proc/cpuinfo of units that multiply a type: on x86, then on ARM.
+# Flags in /proc/cpuinfo (x86, then ARM) that show arithmetic units for a 16-bit type.
 _UNITS = {
     "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
     "float16": ("avx512_fp16", "amx_fp16", "asimdhp"),
@@ -36,7 +36,7 @@ class ComputeDtype:
     """The number type of a model's computation, and the reason for its choice as a text for the
     log."""
 
-    name: str  # in block layouts and identities
+    name: str  # the name in block layouts and model identities
     reason: str
 
     @property
@@ -86,7 +86,7 @@ def quick_cpu_types(cpuinfo: Path = CPUINFO) -> frozenset[str]:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return frozenset()
-    # All processors are assumed to equal the first.
+    # All processors are assumed to equal the first one in /proc/cpuinfo.
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     words = set(flags.partition(":")[2].split())
     return frozenset(name for name, units in _UNITS.items() if words.intersection(units))

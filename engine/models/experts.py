@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ExpertMlp: the mixture of experts of a layer, instead of an MLP.
+"""ExpertMlp: the mixture of experts that a layer has instead of an MLP.
 
     router    scores of all experts ──► the best experts of each row, and their weights
     experts   rows of each chosen expert ──► its MLP
@@ -8,7 +8,7 @@
 Rows are sorted by expert, so that the matrices of each expert are read once. On a GPU, one grouped
 matrix product computes all experts. The borders of the groups stay on the device, so the product
 never waits for the host, and a CUDA graph can capture the step. On the CPU, each expert that has
-rows is computed by a product of its own, whose cost is the reading of the expert's matrices."""
+rows is computed by a separate product, which costs one read of the expert's matrices."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .lora.low_rank import Adaptable, LowRank, Target
 from .lora.row_slots import RowSlots
 from .spec.expert_spec import ExpertSpec
 
-# Types in which torch multiplies groups.
+# The dtypes of torch's grouped matrix product.
 _GROUPED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Ranks of an adapter in a grouped product, whose rows are whole 16 bytes.
+# An adapter's rank in a grouped product is a multiple of this: rows are multiples of 16 bytes.
 _RANKS_TOGETHER = 8
 
 
@@ -50,7 +50,7 @@ class ExpertMlp:
         self._spec = spec
         self._rows: RowSlots | None = None  # None: no row has an adapter
         self._adapters: dict[Target, GroupedAdapters] = {}
-        # int32 `[tokens, num_per_token]`, filled with the experts of each row; None: not recorded.
+        # int32 `[tokens, num_per_token]`: the experts of each row; None: experts are not recorded.
         self.record: Tensor | None = None
         router = weights.router
         self.shared: DenseMlp | None = None
@@ -58,7 +58,7 @@ class ExpertMlp:
             self.shared = DenseMlp(weights.shared, activation, elementwise)
         self._gates_shared = weights.shared_gate is not None
         if weights.shared_gate is not None:
-            # One product for both: the last score belongs to the shared expert's gate.
+            # One product for router and shared expert's gate: the last score is the gate's.
             router = torch.cat((router, weights.shared_gate))
         self._router = Linear(router)
         self._gated = elementwise.gated_by(activation)
@@ -143,7 +143,7 @@ class ExpertMlp:
         return found
 
     def follow_rows(self, rows: RowSlots) -> None:
-        """Look up the slots of adapters in `rows`."""
+        """Read the adapter slot of each row from `rows`."""
         self._rows = rows
 
     def _one_by_one(self, rows: Tensor, ends: list[int], slots: Tensor | None) -> Tensor:
@@ -174,7 +174,7 @@ class ExpertMlp:
 
 
 class _AllExperts:
-    """The same product of all experts, where each expert has matrices of its own."""
+    """A product (such as gate and up) of all experts, for experts whose matrices are separate."""
 
     def __init__(self, experts: ExpertMlp, products: list[Adaptable]) -> None:
         self._experts, self._products = experts, products
@@ -198,8 +198,8 @@ class _AllExperts:
 
 
 class GroupedAdapters:
-    """The adapters of one grouped product. Each takes memory of its own while it has a slot; a step
-    with one cannot be recorded, since the host decides which are multiplied."""
+    """The adapters of one grouped product. An adapter takes memory only in a slot. A CUDA graph
+    cannot capture a step with adapters, since the host decides which are multiplied."""
 
     def __init__(self, experts: ExpertMlp, weight: Tensor) -> None:
         """`weight` is `[experts, in, out]`."""
@@ -210,7 +210,7 @@ class GroupedAdapters:
         self._experts.follow_rows(rows)
 
     def prepare_adapter(self, adapter: LowRank) -> LowRank:
-        """Pad the rank, since grouped products take rows of whole 16 bytes."""
+        """Pad the rank, since grouped products need rows whose bytes are a multiple of 16."""
         outs = torch.cat(adapter.outs, 1)
         missing = -adapter.ins.shape[1] % _RANKS_TOGETHER
         return LowRank(F.pad(adapter.ins, (0, 0, 0, missing)), (F.pad(outs, (0, missing)),))
@@ -242,8 +242,8 @@ def choose_experts(scores: Tensor, spec: ExpertSpec) -> tuple[Tensor, Tensor]:
 
 def mix(results: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """Return `[rows, hidden]`: the sum of the weighted results of each row's experts, added in the
-    order in which they were chosen. `results[i]` belongs to choice `order[i]`, and choice `row *
-    num_per_token + j` has weight `weights[row, j]`."""
+    order in which the experts were chosen. `results[i]` belongs to choice `order[i]`, and choice
+    `row * num_per_token + j` has weight `weights[row, j]`."""
     by_choice = torch.empty_like(results)
     by_choice[order] = results
     by_row = by_choice.view(*weights.shape, results.shape[-1])

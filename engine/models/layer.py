@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer: one layer of a decoder: its mixer (attention, a state, or both), then its MLP."""
+"""Layer: one layer of a decoder, that is, a mixer (attention, a state, or both) and an MLP."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Layer:
         return self._mixer(self._norm(x, self._attention_norm), step)
 
     def adapted_products(self) -> dict[Target, Adaptable]:
-        """Return the products that adapters can change."""
+        """Return the matrix products that LoRA adapters can change."""
         found: dict[Target, Adaptable] = {}
         if self._mixer is not None:
             found |= self._mixer.adapted_products()
@@ -69,9 +69,9 @@ class Layer:
         self._mlp.record = record
 
     def in_library(self, cos: Tensor, sin: Tensor, pool: Tensor, view: int) -> NetworkLayer | None:
-        """Return the layer as the library of `kernels/cpu/` takes it; None if the library cannot
-        compute it. `cos` and `sin` are `[positions, head_dim // 2]`, `pool` is the layer's part of
-        the KV pool, and `view` is the index of its attention plan in a step."""
+        """Return the layer in the form that the library of `kernels/cpu/` takes; None if the
+        library cannot compute the layer. `cos` and `sin` are `[positions, head_dim // 2]`, `pool`
+        is the layer's part of the KV pool, and `view` is the index of its attention plan."""
         spec, mixer = self._spec, self._mixer
         if not isinstance(mixer, AttentionMixer) or mixer.is_gated:
             return None
@@ -127,8 +127,8 @@ class Layer:
         return x + self._norm(added, self._after_mlp_norm)
 
     def _add_rest(self, x: Tensor, mixed: Tensor | None) -> None:
-        """Add the results of the mixer and the MLP to `x` in place. The matrix product adds to `x`
-        directly, unless a norm comes between."""
+        """Add the results of the mixer and the MLP to `x` in place. A matrix product without a norm
+        after it adds its result to `x` directly."""
         if self._out is not None and mixed is not None:
             if self._after_attention_norm is None:
                 self._out.add_to(x, mixed)
@@ -175,8 +175,8 @@ def _make_mlp(spec: ModelSpec, weights: LayerWeights, elementwise: Elementwise) 
 def take_layers(
     spec: ModelSpec, weights: list[LayerWeights], elementwise: Elementwise
 ) -> list[Layer]:
-    """Make the layers from these weights. Each layer's weights are removed from the list first, so
-    that the matrices of only one layer at a time are in memory twice."""
+    """Make the layers from the list `weights`. The weights of a layer are removed from the list
+    before the layer is made, so that only one layer at a time is in memory twice."""
     layers: list[Layer] = []
     while weights:
         layers.append(Layer(spec, len(layers), weights.pop(0), elementwise))

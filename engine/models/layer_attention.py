@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of attention that a layer can have: which tokens it attends to. The kind decides which
-part of a sequence the KV cache must keep."""
+"""LayerAttention: to which tokens a layer attends. The kind of attention decides which part of a
+sequence the KV cache must keep."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from enum import Enum
 
 
 class AttentionKind(Enum):
-    """The kind of a layer's attention: which earlier tokens a token sees through K and V. A layer
-    that only carries a state, or that is only an MLP, has no K and V."""
+    """The kind of a layer's attention, which decides the earlier tokens whose K and V a token
+    reads. A layer that only carries a state, or that is only an MLP, has no K and V."""
 
     FULL = "full attention"
     WINDOW = "sliding window"
@@ -33,7 +33,7 @@ class LayerAttention:
     @property
     def window(self) -> int | None:
         """The number of tokens in a sliding window, including the token itself; None for other
-        kinds."""
+        kinds of attention."""
         return self.num_tokens if self.kind is AttentionKind.WINDOW else None
 
     @property
@@ -58,8 +58,8 @@ class LayerAttention:
 
     def most_blocks(self, num_tokens: int, block_size: int, most_step_tokens: int) -> int:
         """Return the largest number of blocks that a sequence of `num_tokens` keeps at one time. A
-        sequence keeps the blocks that the first token of a step sees, and the blocks of the step's
-        tokens, at most `most_step_tokens`."""
+        sequence keeps the blocks to which the first token of a step attends, and the blocks of the
+        step's tokens, at most `most_step_tokens`."""
         blocks = -(-num_tokens // block_size)
         if self.is_full:
             return blocks
@@ -68,30 +68,30 @@ class LayerAttention:
 
 
 def full() -> LayerAttention:
-    """Return the attention in which a token sees itself and all earlier tokens."""
+    """Return the attention in which a token attends to itself and all earlier tokens."""
     return _FULL
 
 
 def window(num_tokens: int) -> LayerAttention:
-    """Return the attention in which a token sees itself and the `num_tokens` - 1 tokens before
-    it."""
+    """Return the attention in which a token attends to itself and the `num_tokens` - 1 tokens
+    before."""
     return _of(AttentionKind.WINDOW, num_tokens)
 
 
 def chunk(num_tokens: int) -> LayerAttention:
     """Return the attention by chunks of `num_tokens` tokens; the first chunk begins at position 0.
-    A token sees itself and the earlier tokens of its chunk."""
+    A token attends to itself and the earlier tokens of its chunk."""
     return _of(AttentionKind.CHUNK, num_tokens)
 
 
 def state() -> LayerAttention:
-    """Return the attention of a layer that has no K and V and sees earlier tokens through a state
-    only."""
+    """Return the attention of a layer without K and V, which depends on earlier tokens through a
+    state only."""
     return _STATE
 
 
 def no_attention() -> LayerAttention:
-    """Return the attention of a layer that is only an MLP, in which no token sees another token."""
+    """Return the attention of a layer that is only an MLP, in which tokens are independent."""
     return _NONE
 
 

@@ -2,8 +2,8 @@
 """The linear maps, norms and MLPs of a layer, and the choice of their elementwise functions.
 
 Plain torch makes several passes over the same numbers for a norm, a rotation or a gate. On a GPU,
-each kernel of `kernels/layer/` makes one pass. On other devices torch.compile makes one pass too,
-but only with `--compilation elementwise`, because compiling takes seconds at the start."""
+each kernel of `kernels/layer/` makes one pass. On other devices code from torch.compile makes one
+pass too, but is used only with `--compilation elementwise`, since compiling takes seconds."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from .lora.low_rank import Adaptable, LowRank, Target
 from .lora.row_slots import RowSlots, SlotMatrices
 from .rope import rotate
 
-# oneDNN chooses its blocks for this number of rows; other numbers work too.
+# The number of rows for which oneDNN chooses a block format; the blocks work for any number.
 _USUAL_ROWS = 16
 
 _WIDE_TYPES = (torch.float32, torch.float64)
-# The number of each function of gate and up in the library of `kernels/cpu/`.
+# The number that the library of `kernels/cpu/` has for each gated activation function.
 LIBRARY_ACTIVATIONS = {Activation.SILU: SILU, Activation.GELU_TANH: GELU_TANH}
 
 
@@ -56,7 +56,7 @@ class Linear:
         self, weight: Tensor, bias: Tensor | None = None, *, is_kept: bool = False
     ) -> None:
         """`is_kept`: the caller keeps `weight` in memory unless the matrix becomes `packed`. With
-        `is_kept`, oneDNN's blocks are not made, because they would be a second copy."""
+        `is_kept`, no oneDNN blocks are made, since these would be a second copy."""
         self._bias, self._is_packed, self._weight = bias, False, weight
         self._shape = tuple(weight.shape)
         self._rows: RowSlots | None = None  # None: no row has an adapter
@@ -64,7 +64,7 @@ class Linear:
         self.packed: PackedMatrix | None = None
         if reason_against_matrices(weight.dtype, weight.device) is None:
             self.packed = PackedMatrix((weight,), (bias,))
-            self._weight = weight.new_empty(0)  # a view would keep it
+            self._weight = weight.new_empty(0)  # a view would keep the matrix in memory
             return
         self._is_packed = not is_kept and _can_pack(weight)
         self._weight = (
@@ -76,9 +76,9 @@ class Linear:
     def __call__(
         self, x: Tensor, wanted: npt.NDArray[np.uint32] | None = None, *, is_wide: bool = False
     ) -> Tensor:
-        """Return `[rows, out]`. Outputs whose bit in `wanted` (bit `i % 32` of word `i // 32`) is 0
-        may be left out; they are then 0. With `is_wide`, results of 16-bit types may be returned as
-        float32, still rounded to the 16-bit type."""
+        """Return `[rows, out]`. Output i may be 0 instead of computed if bit `i % 32` of word `i //
+        32` in `wanted` is 0. With `is_wide`, results of 16-bit types may be returned as float32,
+        still rounded to the 16-bit type."""
         slots = None if self._rows is None else self._rows.slots
         if self.packed is not None:
             return self.packed(x, wanted, is_wide=is_wide, slots=slots)
@@ -102,7 +102,7 @@ class Linear:
             self._adapters = SlotMatrices(rows, self._weight, self._shape, rank)
 
     def prepare_adapter(self, adapter: LowRank) -> PackedAdapter | LowRank:
-        """See `Adaptable`. Several outputs stand for one matrix, one behind the other."""
+        """See `Adaptable`. Several tensors in `adapter.outs` are concatenated to one matrix."""
         outs = adapter.outs[0] if len(adapter.outs) == 1 else torch.cat(adapter.outs)
         if self.packed is not None:
             return self.packed.pack_adapter(adapter.ins, (outs,))
@@ -131,7 +131,7 @@ class Linear:
 
 
 def _can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN can reorder the matrix, by operators of torch's compiler."""
+    """Whether torch's `mkldnn` operators can reorder the matrix into oneDNN's blocks."""
     return (
         weight.dtype is torch.float32
         and weight.device.type == "cpu"
@@ -147,7 +147,7 @@ Compile = Callable[[Callable[..., Tensor]], Any]
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute an RMS norm over the last dimension, and multiply it by `weight`, which may have a
     vector for each head. The norm is computed in float32 or wider. The normed `x` is rounded to its
-    type before it is multiplied by a `weight` of this type, but after the multiplication by a wider
+    type before it is multiplied by a `weight` of this type, and after it is multiplied by a wider
     `weight`."""
     size = weight.shape[-1:]
     if x.dtype not in _WIDE_TYPES:
@@ -176,14 +176,14 @@ def gelu_gated(gate: Tensor, up: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """The elementwise functions of a decoder."""
+    """The functions that a decoder uses for norms, rotations and gates."""
 
     norm: Callable[[Tensor, Tensor, float], Tensor] = norm
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
     gated: Callable[[Tensor, Tensor], Tensor] = gated
     gelu_gated: Callable[[Tensor, Tensor], Tensor] = gelu_gated
-    # Whether the functions are kernels. A layer then has gate and up as one matrix, adds in place,
-    # and leaves the rotation to an attention that can rotate.
+    # Whether the functions are kernels. With kernels, a layer has gate and up as one matrix, adds
+    # in place, and leaves the rotation to an attention that can rotate.
     is_kernels: bool = False
 
     @property
@@ -216,13 +216,13 @@ class Elementwise:
 
 def _norm_by_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute an RMS norm by the Triton kernel. Norms of query and key heads (`weight` with two
-    dimensions) are computed by torch; the mixer calls this function for them only if its attention
-    does not rotate."""
+    dimensions) are computed by torch; a mixer calls this function for query and key heads only if
+    its attention does not rotate."""
     return norm(x, weight, eps) if weight.dim() > 1 else rms_norm(x, weight, eps)
 
 
 class Mlp(Protocol):
-    """An MLP or a mixture of experts: computes a result for each row from this row alone; the layer
+    """An MLP or a mixture of experts. Its result for a row depends on this row alone; the layer
     adds the result to the row."""
 
     def __call__(self, x: Tensor, /) -> Tensor:
@@ -232,7 +232,7 @@ class Mlp(Protocol):
         """Add the result for `x` to `out` in place. Only layers with kernels call this method."""
 
     def adapted_products(self) -> dict[Target, Adaptable]:
-        """Return the products that adapters can change."""
+        """Return the matrix products that LoRA adapters can change."""
 
 
 class SquaredMlp:
@@ -255,7 +255,7 @@ class SquaredMlp:
 
 
 class _PackedPair:
-    """Gate and up in the library's order, with the activation."""
+    """Gate and up as one matrix packed for the library of `kernels/cpu/`, with the activation."""
 
     def __init__(self, matrix: PackedMatrix) -> None:
         self.matrix = matrix
@@ -295,9 +295,9 @@ class _TwoLinears:
 
 
 class DenseMlp:
-    """An MLP of three matrices: `down(activation(gate(x)) * up(x))`. Gate and up are one matrix in
-    two cases: `gate_up` of the library of `kernels/cpu/`, which applies the activation too, or
-    `_both` if the weights have them joined."""
+    """An MLP of three matrices: `down(activation(gate(x)) * up(x))`. Gate and up are one matrix if
+    the library of `kernels/cpu/` computes them (`gate_up`, which applies the activation too), or if
+    the weights have a joined matrix (`_both`)."""
 
     __slots__ = ("_both", "_gate", "_gated", "_pair", "_up", "activation", "down")
 
@@ -327,7 +327,7 @@ class DenseMlp:
 
     @property
     def gate_up(self) -> PackedMatrix | None:
-        """Gate and up for the library of `kernels/cpu/`."""
+        """The matrix of gate and up, packed for the library of `kernels/cpu/`."""
         return None if self._pair is None else self._pair.matrix
 
     def adapted_products(self) -> dict[Target, Adaptable]:

@@ -26,14 +26,14 @@ _Plan = TypeVar("_Plan", contravariant=True)
 
 
 class Attention(Protocol[_Plan]):
-    """The attention of a model over a paged KV pool. Each implementation of attention has its own
-    type of plan. An implementation that can also rotate queries and keys has a `QkvAttention` in
-    its attribute `of_qkv`."""
+    """The attention of a model over a paged KV pool. Each implementation takes its own type of
+    plan. An implementation that can also rotate queries and keys has a `QkvAttention` in its
+    attribute `of_qkv`."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, plan: _Plan, /) -> Tensor:
         """Write `k` and `v` `[tokens, kv heads, head_dim]` of a layer to the pool, then compute
-        attention for `q` `[tokens, heads, head_dim]`. Return `[tokens, heads * head_dim]`. `layer`
-        is the layer's number in the model."""
+        attention for `q` `[tokens, heads, head_dim]`. Return the result `[tokens, heads *
+        head_dim]`. `layer` is the layer's number in the model."""
 
 
 class QkvAttention(Protocol[_Plan]):
@@ -41,8 +41,8 @@ class QkvAttention(Protocol[_Plan]):
 
     def __call__(self, qkv: Tensor, rotary: Rotary, layer: int, plan: _Plan, /) -> Tensor:
         """Compute attention for `qkv` `[tokens, heads + 2 kv heads, head_dim]`. Queries and keys in
-        `qkv` are neither normed nor rotated yet. `qkv` may be overwritten. Return `[tokens, heads *
-        head_dim]`."""
+        `qkv` are neither normed nor rotated yet. `qkv` may be overwritten. Return the result
+        `[tokens, heads * head_dim]`."""
 
 
 @dataclass(slots=True)
@@ -51,8 +51,8 @@ class MixerStep(Generic[Plan]):
 
     attention: Attention[Plan]
     plan: Plan
-    # For each kind of rotary positions: cosines and sines `[tokens, 1, head_dim // 2]`, or, if
-    # `of_qkv` rotates, the tables.
+    # For each kind of rotary positions: cosines and sines `[tokens, 1, head_dim // 2]`, or the
+    # tables of all positions if the attention's `of_qkv` rotates.
     turns: list[tuple[Tensor, Tensor]]
     rotaries: list[Rotary]
     of_qkv: QkvAttention[Plan] | None
@@ -68,11 +68,11 @@ class Mixer(Protocol):
         changed."""
 
     def adapted_products(self) -> dict[Target, Adaptable]:
-        """Return the products that adapters can change."""
+        """Return the matrix products that LoRA adapters can change."""
 
 
 class ParallelMixer:
-    """Attention and a state mixer side by side. Both mixers read the same rows, and one output
+    """An attention and a state mixer side by side. Both mixers read the same rows, and one output
     matrix multiplies their joined results."""
 
     __slots__ = ("_attention", "_factor", "_state")

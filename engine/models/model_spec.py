@@ -22,8 +22,8 @@ class Scales:
     """The factors of a family that scales embeddings, scores, residuals and logits (Granite)."""
 
     embedding: float
-    attention: float  # of scores, instead of 1 / root of head_dim
-    residual: float  # of what attention and MLP add
+    attention: float  # factor of scores, instead of 1 / root of head_dim
+    residual: float  # factor of the results that attention and MLP add
     logits: float  # divisor of logits
 
 
@@ -31,7 +31,7 @@ class Scales:
 class ModelSpec:
     """The shape of a model, from its config.json. Counts are in elements, lengths are in tokens."""
 
-    architecture: str  # a row of FAMILIES
+    architecture: str  # a key of FAMILIES
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -43,33 +43,33 @@ class ModelSpec:
     rms_norm_eps: float
     rope: RopeSpec
     tied_embeddings: bool
-    attention_bias: bool  # of queries, keys and values
+    attention_bias: bool  # whether queries, keys and values have biases
     mlp_bias: bool
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    sliding_window: int | None = None  # the last positions that `sliding_layers` see; None: all
-    stored_dtype: str | None = None  # the checkpoint's number type; None if it names none of ours
+    sliding_window: int | None = None  # width of the window of `sliding_layers`
+    stored_dtype: str | None = None  # the checkpoint's number type; None if not supported
     sliding_layers: tuple[int, ...] | None = None  # layers with the window; None without a window
-    local_rope: RopeSpec | None = None  # of `sliding_layers`; None: `rope` is for all
-    query_scalar: float | None = None  # scores are divided by its root; None: by head_dim's
-    logits_softcap: float | None = None  # logits stay within plus and minus this
-    is_text_part: bool = False  # of a checkpoint with more parts; names have a prefix
-    is_eagle: bool | None = None  # layers over another model's hidden states (`eagle_spec.py`)
+    local_rope: RopeSpec | None = None  # for `sliding_layers`; None: `rope` is for all layers
+    query_scalar: float | None = None  # scores are divided by its root; None: by that of head_dim
+    logits_softcap: float | None = None  # logits stay within plus and minus this cap
+    is_text_part: bool = False  # of a multimodal checkpoint; tensor names have a prefix
+    is_eagle: bool | None = None  # an EAGLE head, which reads another model's hidden states
     experts: ExpertSpec | None = None
     scales: Scales | None = None
-    score_softcap: float | None = None  # attention's scores stay within plus and minus this
+    score_softcap: float | None = None  # attention scores stay within plus and minus this cap
     still_layers: tuple[int, ...] | None = None  # layers without rotary positions
-    # Queries at position p are multiplied by 1 + this * ln(1 + floor(p / original_max_positions)).
+    # Factor of queries at position p: 1 + query_growth * ln(1 + floor(p / original_max_positions)).
     query_growth: float | None = None
     turning_dim: int | None = None  # elements of a head that rotate; None: all
     state: StateSpec | None = None  # for layers that carry a state; None: no layer does
     attention_layers: tuple[int, ...] | None = None  # with K and V; None: all without a state
     mlp_layers: tuple[int, ...] | None = None  # layers with an MLP; None: all
-    vision: VisionSpec | None = None  # the encoder of pictures; None: the model reads text alone
-    # The axis by which each element of half a head turns: 0 time, 1 height, 2 width; None: all
-    # turn by the position.
+    vision: VisionSpec | None = None  # the picture encoder; None: the model reads only text
+    # The axis by whose position each element of half a head rotates: 0 time, 1 height, 2 width;
+    # None: all elements rotate by the token's position.
     rope_axes: tuple[int, ...] | None = None
-    multipliers: Multipliers | None = None  # factors of a family; `scales` is made from them
+    multipliers: Multipliers | None = None  # factors from config.json; `scales` is made from them
 
     @property
     def family(self) -> Family:
@@ -120,17 +120,17 @@ class ModelSpec:
         """Factor by which embeddings are multiplied; Gemma models round it to the type of the
         embeddings.
 
-        In a family that multiplies the results of attention and MLP by a factor r before they are
-        added, the hidden states are kept divided by r instead, so the results need no factor. Norms
-        give the same results with divided hidden states, because a factor of their input cancels,
-        except against eps; `stream_eps` is eps divided to match."""
+        Some families multiply the results of attention and MLP by a factor r before the addition to
+        the hidden states. Here the hidden states are kept divided by r instead, so the results need
+        no factor. A norm of divided hidden states has the same result if its eps is divided to
+        match (`stream_eps`)."""
         if self.scales is not None:
             return self.scales.embedding / self.scales.residual
         return float(self.hidden_size**0.5) if self.family.scaled_embeddings else 1.0
 
     @property
     def stream_eps(self) -> float:
-        """Eps for norms of hidden states, divided to match `embedding_scale`."""
+        """Eps for norms of hidden states, adapted to their scale (`embedding_scale`)."""
         residual = 1.0 if self.scales is None else self.scales.residual
         return self.rms_norm_eps / residual**2
 
@@ -138,7 +138,7 @@ class ModelSpec:
         return self.state is not None and layer in self.state.layers
 
     def has_attention(self, layer: int) -> bool:
-        """Whether a layer has K and V; it may carry a state too."""
+        """Whether a layer has K and V; such a layer may also carry a state."""
         if self.attention_layers is None:
             return not self.has_state(layer)
         return layer in self.attention_layers
@@ -168,8 +168,8 @@ class ModelSpec:
 
     @property
     def max_context(self) -> int:
-        """The longest sequence, in tokens, that is computed as in training. K and V of such a
-        sequence do not depend on its final length, so they can be cached and shared."""
+        """The longest sequence, in tokens, that is computed as in training. Up to this length, a
+        token's K and V do not depend on the final length, so they can be cached."""
         return min(stable_length(rope, self.max_positions) for rope in self.ropes)
 
     def layout(self, block_size: int, kv_dtype: str) -> BlockLayout:
@@ -180,8 +180,8 @@ class ModelSpec:
 
     def draft_layout(self, block_size: int, kv_dtype: str, dtype: str) -> BlockLayout:
         """Return the layout of a draft model's part of a block. For an EAGLE head, the layout has
-        additional layers after the head's own; they store the hidden states that the head reads,
-        which have type `dtype`."""
+        additional layers after the head's own layers; the additional layers store the hidden
+        states, of type `dtype`, that the head reads."""
         layout = self.layout(block_size, kv_dtype)
         if not self.is_eagle:
             return layout

@@ -2,8 +2,8 @@
 """Rotary positions: inverse frequencies of every kind, cosines and sines, and the rotation itself.
 
 Frequencies and angles are computed in float32 in transformers' order of operations, because models
-are trained with its rounding. Only the finished tables of cosines and sines are converted to the
-model's type."""
+are trained with the rounding of this order. Only the finished tables of cosines and sines are
+converted to the model's type."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def rope_tables(
     turning_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of positions 0 … length-1, each `[length, head_dim // 2]` in
-    `dtype`. With `turning_dim`, only this many elements of a head rotate, in the order of
+    `dtype`. With `turning_dim`, only `turning_dim` elements of a head rotate, in the order of
     `turning_order`.
 
-    `length` must not exceed the model's `max_context`. Up to `max_context`, no kind of positions
-    depends on the length of a sequence, and the tables equal those of transformers."""
+    `length` must not exceed the model's `max_context`. Up to `max_context`, no kind of rotary
+    positions depends on the length of a sequence, and the tables equal those of transformers."""
     frequencies, scale = inverse_frequencies(rope, turning_dim or head_dim, max_positions)
     angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
     cos, sin = (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
@@ -55,7 +55,7 @@ def turns_of(
     rotary positions."""
     tables = []
     for rope in spec.ropes:
-        # Computed on the host, so that every device has the same numbers.
+        # Tables are computed on the host, so that every device has the same numbers.
         cos, sin = rope_tables(
             rope, spec.head_dim, max_model_len, spec.max_positions, dtype, spec.turning_dim
         )
@@ -66,7 +66,7 @@ def turns_of(
 def growth_of(
     spec: ModelSpec, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """Return the factor `[positions, 1, 1]` of queries at each position; None if there is none."""
+    """Return the factor `[positions, 1, 1]` of queries at each position; None without a factor."""
     if spec.query_growth is None:
         return None
     steps = torch.arange(max_model_len) // spec.rope.original_max_positions
@@ -78,7 +78,7 @@ def turning_order(head_dim: int, turning_dim: int) -> Tensor:
     """Return int64 `[head_dim]`, which maps this project's order of a head's elements to the stored
     order. In the stored order, element i of the first half of the first `turning_dim` elements
     pairs with element i of the second half. In this project's order, element i of a head's first
-    half pairs with element i of its second half; the last pairs do not rotate."""
+    half pairs with element i of the head's second half; the last pairs do not rotate."""
     places = torch.arange(head_dim)
     middle, still = turning_dim // 2, turning_dim + (head_dim - turning_dim) // 2
     return torch.cat(
@@ -87,7 +87,7 @@ def turning_order(head_dim: int, turning_dim: int) -> Tensor:
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Return the inverse frequencies, float32 `[head_dim // 2]`, and a factor for the tables."""
+    """Return inverse frequencies, float32 `[head_dim // 2]`, and a factor of cosines and sines."""
     return _KINDS[rope.kind](rope, head_dim, max_positions)
 
 
@@ -116,8 +116,8 @@ def _linear(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float
 
 
 def _dynamic(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
-    # Up to max_positions the stretched base equals theta except for rounding. It is computed all
-    # the same, for the same rounding.
+    # Up to max_positions the stretched base equals theta except for rounding. The stretch is
+    # computed all the same, to round as transformers does.
     stretch = rope.factor * max_positions / max_positions - (rope.factor - 1)
     base = rope.theta * stretch ** (dim / (dim - 2)) if dim > 2 else rope.theta
     return 1.0 / (base ** _exponents(dim)), 1.0
@@ -131,8 +131,8 @@ def _proportional(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor,
 
 
 def _llama3(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Divide the frequencies of long waves by the factor, keep short waves, and blend the
-    others."""
+    """Divide the frequencies of long waves by the factor, keep those of short waves, and blend the
+    frequencies of waves in between."""
     frequencies = _default(rope, dim, max_positions)[0]
     length = rope.original_max_positions
     waves = 2 * math.pi / frequencies
@@ -146,7 +146,7 @@ def _llama3(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float
 
 
 def _yarn(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Blend original and divided frequencies by a linear ramp over the dimensions."""
+    """Blend original frequencies with divided ones by a linear ramp over the dimensions."""
 
     def dimension(turns: float) -> float:
         """Return the dimension whose wave makes `turns` turns within the original context."""
@@ -158,7 +158,7 @@ def _yarn(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
-        high += 0.001  # a step instead of a ramp, without dividing by zero
+        high += 0.001  # a step instead of a ramp, without a division by zero
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     kept = 1 - ramp
     wavelengths = rope.theta ** _exponents(dim)
@@ -178,7 +178,7 @@ def _yarn_attention(rope: RopeSpec) -> float:
 
 
 def _longrope(rope: RopeSpec, dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Use the factors for short sequences, since `max_context` excludes long ones."""
+    """Use the factors for short sequences, since `max_context` excludes long sequences."""
     scale = rope.attention_factor
     if scale is None:
         grown = math.log(rope.factor) / math.log(rope.original_max_positions)

@@ -15,7 +15,7 @@ _FILE = "tokenizer.json"
 
 
 def check_vocabulary(model: ModelSource, draft: ModelSource) -> None:
-    """Raise ConfigError if the draft model's ids mean other tokens than the model's ids. If both
+    """Raise ConfigError if an id is another token in the draft model than in the model. If both
     models have a tokenizer.json, the ids in these files are compared, and `vocab_size` may differ
     by rows that no token uses. If a tokenizer.json is missing, `vocab_size` must be equal."""
     own, other = (each.path / _FILE for each in (model, draft))
@@ -51,7 +51,7 @@ def _read_ids(path: Path, data: bytes) -> dict[str, int]:
     try:
         return dict(FastTokenizer.from_buffer(data).get_vocab(with_added_tokens=True))
     except BaseException as error:
-        # A panic of the Rust library is not an Exception, and would end a server.
+        # A panic of the Rust library is no `Exception`; unhandled, it would end the server.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ConfigError(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns logits into tokens. No module here imports the scheduler, the API or the CLI."""
+"""Sampling of tokens from logits. No module here imports the scheduler, the API or the CLI."""

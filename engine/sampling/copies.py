@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between host memory and the computing device.
 
-Arrays are copied to the device without a wait. Results come back together, with one wait. Code that
-reads a tensor's value elsewhere (`.item()`, `.tolist()`, `bool()`) waits once more for all queued
-work. On the CPU host and device share memory, so nothing is copied."""
+Arrays are copied to the device without a wait. All results of a step are copied to the host with
+one wait. Code elsewhere that reads a tensor's value (`.item()`, `.tolist()`, `bool()`) waits once
+more for all queued work. On the CPU nothing is copied, since host and device share memory."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class HostCopies(NamedTuple):
         return self.arrived is None or bool(self.arrived.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> list[Tensor]:
-        """Wait for the copies, and return them."""
+        """Wait until the copies have arrived, and return them."""
         if self.arrived is not None:
-            # The event, not the stream: torch's sync debug mode reports a wait for the stream.
+            # torch's sync debug mode reports a wait for the stream, but not a wait for an event.
             self.arrived.synchronize()
         return self.copies
 
@@ -62,11 +62,11 @@ def begin_to_host(tensors: Sequence[Tensor]) -> HostCopies:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy the tensors to host memory, with one wait. If they are there already, do not wait."""
+    """Copy the tensors to host memory, with one wait; tensors in host memory need no wait."""
     return begin_to_host(tensors).wait()
 
 
 def page_locked(tensor: Tensor) -> Tensor:
     """Copy the tensor into page-locked (pinned) memory, from which a device copies asynchronously.
-    Torch reuses the memory only after the device's copy has ended."""
+    Torch reuses this memory only after the device has finished the copy."""
     return tensor.pin_memory()

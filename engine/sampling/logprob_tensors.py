@@ -14,7 +14,7 @@ from ..request.logprobs import PositionLogprobs
 from .copies import to_host
 from .row_states import row_parts
 
-# Reported in place of lower values: JSON has no infinity, and a model may rule a token out.
+# The lowest log-probability that is reported; JSON has no infinity for a probability of 0.
 LOGPROB_FLOOR = -9999.0
 
 
@@ -37,9 +37,8 @@ class LogprobTensors(NamedTuple):
 def position_tensors(
     logprobs: Tensor, token_ids: Tensor, counts: Sequence[int]
 ) -> list[LogprobTensors]:
-    """Gather, for each row of `logprobs` `[n, vocab]`, its token in `token_ids` `[n]` and its
-    `counts[i]` most likely tokens. The result is split into parts of rows. Never waits for the
-    device."""
+    """Gather, for each row i of `logprobs` `[n, vocab]`, token `token_ids[i]` and the `counts[i]`
+    most likely tokens. The result is split into parts of rows. Never waits for the device."""
     return [
         _tensors(logprobs[part], token_ids[part], max(counts[part]))
         for part in row_parts(len(logprobs), logprobs.shape[1], logprobs.device.type)
@@ -47,8 +46,8 @@ def position_tensors(
 
 
 def position_entries(found: Sequence[Tensor], counts: Sequence[int]) -> list[PositionLogprobs]:
-    """Make one entry for each count, from the tensors of `position_tensors` in host memory and in
-    their order. A row of NaN gets LOGPROB_FLOOR as its values."""
+    """Make one entry for each of `counts`, from the results of `position_tensors` in host memory. A
+    row of NaN gets LOGPROB_FLOOR as its values."""
     entries: list[PositionLogprobs] = []
     for start in range(0, len(found), len(LogprobTensors._fields)):
         part = LogprobTensors(*found[start : start + len(LogprobTensors._fields)])
@@ -59,7 +58,7 @@ def position_entries(found: Sequence[Tensor], counts: Sequence[int]) -> list[Pos
 
 def prompt_logprobs(logits: Tensor, token_ids: Tensor, count: int) -> list[PositionLogprobs]:
     """Make the entries for a slice of a prompt. Entry i has `token_ids[i]` and the `count` most
-    likely tokens of `logits[i]`, which the token before it produced. Waits for the device."""
+    likely tokens of `logits[i]`, computed from the tokens before it. Waits for the device."""
     found: list[LogprobTensors] = []
     for part in row_parts(len(logits), logits.shape[1], logits.device.type):
         logprobs, ids = raw_logprobs(logits[part]), token_ids[part].to(torch.int64)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the logits processors of other packages: installed ones by entry point, and others by name.
+"""Finds the logits processors of other packages, by entry point or by the name of a class.
 
     [project.entry-points."stratakv.logits_processors"]
     no_repeat = "mypackage.processors:NoRepeat"
 
-Processes send one another only the names of the classes. The sampler's process loads the classes,
-and so does the API server, which uses them to check the parameters of requests. Without a processor
+Processes send one another only the names of the classes. The sampler's process loads the classes to
+run them; the API server loads the classes to check the parameters of requests. Without a processor
 this module imports no heavy package."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NobodyReads(InvalidProcessorParams, UnreadExtraArgs):
 
 def load_processors(names: Sequence[str] = ()) -> list[LoadedProcessor]:
     """Load the classes of all installed entry points in the order of their names, then the classes
-    in `names` (`module:Class`); each class once. Raises ConfigError, which names the class, if its
+    in `names` (`module:Class`), no class twice. Raises ConfigError, which names the class, if its
     import fails or uses a CUDA device, or if it is not a complete LogitsProcessor."""
     found: dict[type, LoadedProcessor] = {}
     for name, place in (*_installed().items(), *((name, name) for name in names)):
@@ -57,7 +57,7 @@ def load_processors(names: Sequence[str] = ()) -> list[LoadedProcessor]:
 
 
 def make_params_check(names: Sequence[str] = ()) -> ParamsCheck:
-    """Return a check for arriving requests. The check raises InvalidProcessorParams, which names
+    """Return a check for arriving requests. This check raises InvalidProcessorParams, which names
     the processor, for parameters that a processor refuses, and NobodyReads for `extra_args` if no
     processor is loaded. Raises ConfigError like `load_processors`."""
     loaded = load_processors(names)
@@ -97,7 +97,7 @@ def _installed() -> dict[str, str]:
 @lru_cache(maxsize=4)
 def _entry_points(_: tuple[str, ...]) -> Sequence[EntryPoint]:
     """Return the entry points, sorted by name. The result is cached per search path, because
-    reading opens a file of every package."""
+    finding entry points opens a file of every installed package."""
     return sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)
 
 
@@ -154,13 +154,13 @@ def _bases(kind: type) -> str:
 
 @contextmanager
 def _without_devices(shown: str) -> Iterator[None]:
-    """Forbid the use of CUDA devices in the body: an import that opens a device takes memory in
-    every process, perhaps not on the engine's device. Raises ConfigError if the body tried to open
-    one."""
+    """Forbid CUDA devices in the `with` body: an import that opens a device takes device memory in
+    every process, perhaps on another device than the engine's. Raises ConfigError if the body tried
+    to open one."""
     import torch
 
     cuda: Any = torch.cuda
-    if cuda.is_initialized():  # the model is loaded; the front has checked the import already
+    if cuda.is_initialized():  # the model is loaded; the API server has checked the import
         yield
         return
     tried = False
@@ -170,7 +170,7 @@ def _without_devices(shown: str) -> Iterator[None]:
         tried = True
         raise RuntimeError("no CUDA device may be used while a logits processor is imported")
 
-    begin = cuda._lazy_init  # every code that opens a device calls this
+    begin = cuda._lazy_init  # all code that opens a device calls `_lazy_init`
     cuda._lazy_init = refuse
     try:
         yield

@@ -29,12 +29,12 @@ class LogitsRows(NamedTuple):
     """The batch row, draft offset and draft tokens of each row of logits, as in
     `LogitsProcessor.apply`."""
 
-    rows: IntArray  # rows of the batch
+    rows: IntArray  # rows of the persistent batch
     offsets: IntArray | None = None
     drafts: Drafts | None = None
 
     def at(self, indices: IntArray) -> LogitsRows:
-        """Return the entries at `indices`, with their offsets and drafts."""
+        """Return the rows of logits at `indices`, with their offsets and drafts."""
         if self.offsets is None or self.drafts is None:
             return LogitsRows(self.rows[indices])
         drafts = [self.drafts[index] for index in indices.tolist()]
@@ -44,8 +44,8 @@ class LogitsRows(NamedTuple):
 class ProcessorSet:
     """The logits processors of one sampler, in the order in which they are applied.
 
-    Processors that can change the most likely token come before the greedy choice, all others after
-    the temperature. All processors get every batch update; only active processors are applied."""
+    Processors that can change the most likely token run before the greedy choice, all other
+    processors after the temperature. All processors get every BatchUpdate; only active ones run."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ProcessorSet:
         self._others = tuple(others)
         self._all = (*processors, *others)
         self._before_choice = [one for one in self._all if not one.is_argmax_invariant]
-        # The thinking budget comes last of all, so no other processor weakens a forced end mark.
+        # The thinking budget is applied last, so no other processor changes a forced end mark.
         self._before_choice.sort(key=lambda one: isinstance(one, ThinkingBudget))
         self._after_temperature = [one for one in self._all if one.is_argmax_invariant]
 
@@ -78,8 +78,8 @@ class ProcessorSet:
         return dict(self._failed.of(rows)) if self._others else {}
 
     def take_drafts(self, rows: IntArray) -> npt.NDArray[np.bool_]:
-        """Return, as bool `[len(rows)]`, whether each row may have draft tokens. A row may if all
-        processors that apply to it support draft tokens."""
+        """Return, as bool `[len(rows)]`, whether each row may have draft tokens. A row may have
+        them if all processors that apply to the row support draft tokens."""
         may: npt.NDArray[np.bool_] = np.ones(len(rows), np.bool_)
         for processor in self._others:
             may[processor.refuses_drafts(rows)] = False
@@ -92,8 +92,8 @@ class ProcessorSet:
             processor.update_state(update)
 
     def before_choice(self, logits: Tensor, rows: LogitsRows) -> Tensor:
-        """Apply bans, biases and penalties, which also affect greedy rows. May overwrite
-        `logits`."""
+        """Apply the processors that also affect greedy rows: bans, biases and penalties. May
+        overwrite `logits`."""
         return _apply(self._before_choice, logits, rows)
 
     def after_temperature(self, logits: Tensor, rows: LogitsRows) -> Tensor:
@@ -109,7 +109,7 @@ def _guard(
 ) -> GuardedProcessor:
     try:
         return GuardedProcessor(name, kind, context, note_failure)
-    except Exception as error:  # code of another package, at the start
+    except Exception as error:  # code of another package may raise anything
         raise ConfigError(
             f"the logits processor {name} cannot be made: {type(error).__name__}: {error}; its "
             "constructor takes a ProcessorContext"

@@ -2,7 +2,7 @@
 """State by row of the persistent batch. The state moves with the requests from row to row.
 
 `RowValues` holds one number for every row, as an array; `RowStates` holds an object for the few
-rows that need one. Both change only by BatchUpdates, and drop the state of an emptied row."""
+rows that need one. The content changes only by BatchUpdates; an emptied row has no state."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NO_LOGPROBS = -1
 
 _SMALLEST_TEMPERATURE = float(np.finfo(np.float32).tiny)
 
-# A temporary array of so many float64 takes 8 MiB. For a whole batch with a large vocabulary it
+# A temporary array of 2**20 float64 takes 8 MiB. An array for a whole batch with a large vocabulary
 # would take hundreds of MiB, allocated each time: a draw from 256 rows took five times as long.
 LOGITS_CHUNK_CPU = 2**20
-# 64 MiB: on a GPU each part costs some thirty launches, and there are no such caches.
+# An array of 64 MiB, for a GPU, where each part costs some thirty kernel launches.
 LOGITS_CHUNK_GPU = 2**23
 
 
@@ -34,7 +34,7 @@ class Seeded(NamedTuple):
 
 
 class SamplingRows:
-    """The sampler's parameters by row: arrays of numbers, and the seeds of rows that have one."""
+    """The sampler's parameters by row: arrays of numbers, and the seeds of seeded rows."""
 
     def __init__(self, max_rows: int, vocab_size: int) -> None:
         def top_k(added: AddedRow) -> int:
@@ -53,7 +53,7 @@ class SamplingRows:
 
     @property
     def top_k(self) -> IntArray:
-        """The number of tokens to keep, by row; the vocabulary's size keeps all."""
+        """The number of tokens that top-k keeps, by row; the vocabulary's size keeps all tokens."""
         return self._top_k.values
 
     @property
@@ -62,8 +62,8 @@ class SamplingRows:
 
     @property
     def num_logprobs(self) -> IntArray:
-        """The number of most likely tokens to report, by row; NO_LOGPROBS for no log-probabilities
-        at all."""
+        """The number of most likely tokens to report, by row; NO_LOGPROBS for a row without
+        log-probabilities."""
         return self._logprobs.values
 
     def apply_batch_update(self, update: BatchUpdate) -> None:
@@ -95,7 +95,7 @@ State = TypeVar("State")
 
 
 class RowFollower(ABC):
-    """Applies BatchUpdates to data by row. Subclasses define the content of a row."""
+    """A base class that applies BatchUpdates to data by row; subclasses define the data."""
 
     def update(self, update: BatchUpdate) -> None:
         """Apply the batch changes of one step: rows removed, then added, then moved."""
@@ -119,7 +119,7 @@ class RowFollower(ABC):
 
 
 class RowValues(RowFollower, Generic[Number]):
-    """A number for each row: `value_of` its request, or `empty` without a request."""
+    """A number for each row: `value_of` the row's request, or `empty` without a request."""
 
     def __init__(
         self, max_rows: int, empty: Number, value_of: Callable[[AddedRow], float | int]
@@ -140,8 +140,8 @@ class RowValues(RowFollower, Generic[Number]):
 
 
 class RowStates(RowFollower, Generic[State]):
-    """An object for each row whose request needs one: `state_of` the request, unless that is None.
-    A RowStates without objects is falsy."""
+    """An object for each row for whose request `state_of` does not return None. A RowStates without
+    objects is falsy."""
 
     def __init__(self, max_rows: int, state_of: Callable[[AddedRow], State | None]) -> None:
         self._states: dict[int, State] = {}
@@ -152,8 +152,8 @@ class RowStates(RowFollower, Generic[State]):
         return bool(self._states)
 
     def of(self, rows: IntArray) -> list[tuple[int, State]]:
-        """Return the states in `rows`, each with its index in `rows`. Rows without a state cost no
-        time."""
+        """Return the states in `rows`, each with its index in `rows`. Rows without a state are not
+        visited."""
         if not self._states:
             return []
         indices = np.flatnonzero(self._has_state[rows])

@@ -5,10 +5,10 @@
                           ─► temperature ─► min-p ─► top-k, top-p ─► draw
 
 Random rows are sampled by inverting the cumulative distribution in the order of the vocabulary,
-with one uniform number each. A seeded row's number is a hash of its seed and its number of output
-tokens, draft tokens before the row included. So a seeded row needs no generator state, and does not
-depend on other requests or on preemption. The logits stay on the device that computed them.
-Parameters are copied to the device, and all results come back together."""
+with one uniform number for each row. A seeded row's number is a hash of the seed and the number of
+output tokens, draft tokens before the row included. So a seeded row needs no generator state, and
+does not depend on other requests or on preemption. The logits stay on the device that computed
+them. Parameters are copied to the device, and all results are copied to the host together."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 _NONE_SHORT: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
 
-# On the CPU torch finds the highest of many values four times as fast as its index.
+# On the CPU torch finds the highest of many values four times as fast as the index of this value.
 _HIGHEST_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The results, in the order of the rows. A token is invalid if `is_finite` is False (the
-    model's logits were not finite) or `has_choice` is False (the request's own parameters ban every
-    token)."""
+    """The results of sampling, in the order of the rows. A token is invalid if `is_finite` is False
+    (the model's logits were not finite) or `has_choice` is False (the request's own parameters ban
+    every token)."""
 
     token_ids: list[int]
     is_finite: list[bool]
@@ -57,7 +57,7 @@ class Sampled:
 
 
 class Sampler:
-    """The sampler of one batch. Pass every BatchUpdate to `apply_batch_update` before sampling."""
+    """The sampler of one batch. `apply_batch_update` must get every BatchUpdate before sampling."""
 
     def __init__(
         self,
@@ -90,13 +90,13 @@ class Sampler:
         return self._processors.failures(rows)
 
     def tells_logprobs(self, rows: IntArray) -> bool:
-        """Whether any of these rows needs log-probabilities, and so the logits of all tokens.
-        Without log-probabilities the logits of tokens that a mask allows are enough."""
+        """Whether any of `rows` needs log-probabilities. If not, only the logits of tokens that a
+        mask allows are needed."""
         return bool((self._rows.num_logprobs[rows] != NO_LOGPROBS).any())
 
     def take_drafts(self, rows: IntArray) -> npt.NDArray[np.bool_]:
-        """Return whether each of these rows may have draft tokens; for other rows `sample` refuses
-        drafts."""
+        """Return, for each of `rows`, whether it may have draft tokens; `sample` refuses draft
+        tokens in other rows."""
         return self._processors.take_drafts(rows)
 
     def sample(
@@ -109,8 +109,8 @@ class Sampler:
         offsets: IntArray | None = None,
         drafts: Drafts | None = None,
     ) -> Sampled:
-        """Sample a token for each row of `logits` `[len(rows), vocab]`. `rows` are their rows of
-        the batch, and `masked` the indices of the rows that `mask` restricts. `offsets` and
+        """Sample a token for each row of `logits` `[len(rows), vocab]`. `rows` are the batch rows
+        of the logits, and `masked` the indices of rows that `mask` restricts. `offsets` and
         `drafts` are as in `LogitsProcessor.apply`: a row after draft tokens gets the token that its
         request would get after these drafts. Overwrites logits that a request changes. Waits for
         the device once, for the result, or twice in the rare step in which top-p needs more
@@ -139,11 +139,11 @@ class Sampler:
                 )
         if logits.dtype not in (torch.float32, torch.float64):
             logits = logits.float()
-        # A sum is finite only if every term is: one pass, and no temporary of the same size.
+        # A sum is finite only if every term is: this test needs one pass and no large temporary.
         is_finite = torch.isfinite(logits.sum(dim=-1))
         asked = np.flatnonzero(self._rows.num_logprobs[rows] != NO_LOGPROBS)
         raw = None
-        if len(asked):  # a copy: the logits may change
+        if len(asked):  # a copy, since the logits may change
             raw = RawLogprobs(
                 raw_logprobs(_take(logits, asked)), asked, self._rows.num_logprobs[rows]
             )
@@ -174,13 +174,13 @@ class Sampler:
     ) -> list[Tensor]:
         """Sample the rows at the indices `random` by uniform `numbers`. Return, for each part of
         these rows, whether each row must be sampled again with all candidates; an empty list if no
-        row must."""
+        row must be."""
         logits, short = drawn.logits, []
         parts = [*row_parts(len(random), logits.shape[1], logits.device.type)]
         for part in parts:
             index = to_device(random[part], logits.device)
             first, last = int(random[part][0]), int(random[part][-1])
-            if last - first + 1 == len(random[part]):  # neighbours: one pass instead of two
+            if last - first + 1 == len(random[part]):  # adjacent rows: one pass instead of two
                 near = slice(first, last + 1)
                 from_best = logits[near] - drawn.best[near, None]
             else:
@@ -218,11 +218,11 @@ class Sampler:
         sums = exp_(scaled).cumsum(dim=-1, dtype=torch.float64)
         total = sums[:, -1:]
         target = numbers[:, None] * total
-        # Keep the target below the total even if the product was rounded up: the token then always
+        # The target stays below the total even if the product was rounded up, so the token always
         # has a probability above zero.
         target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
         tokens = torch.searchsorted(sums, target, right=True)[:, 0]
-        # The clamp is only for rows that are not finite.
+        # The clamp changes only results of rows that are not finite.
         return tokens.clamp_(max=sums.shape[1] - 1), is_short
 
     def _uniform(self, belongs: LogitsRows) -> npt.NDArray[np.float64]:
@@ -241,11 +241,11 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A batch that is being sampled."""
+    """The logits and chosen tokens of a batch that is being sampled."""
 
     logits: Tensor  # [rows, vocab], after the requests' changes; a draw works on copies
-    best: Tensor  # [rows] the highest logit of each
-    chosen: Tensor  # int64 [rows], greedy at first; draws overwrite their rows
+    best: Tensor  # [rows]: the highest logit of each row
+    chosen: Tensor  # int64 [rows], greedy at first; draws replace random rows
     rows: LogitsRows
 
 
@@ -255,7 +255,7 @@ class RawLogprobs:
 
     logprobs: Tensor  # [asked, vocab]
     asked: IntArray  # indices among the rows
-    counts: IntArray  # [rows] number of likeliest tokens
+    counts: IntArray  # [rows]: the number of likeliest tokens to report
 
     def entries(self, num_rows: int, found: list[Tensor]) -> list[PositionLogprobs | None]:
         """Return an entry for each of `num_rows` rows, None for rows without log-probabilities."""
@@ -280,7 +280,7 @@ class Choice:
         short: list[Tensor],
     ) -> None:
         """`random` are the indices of the rows that were sampled with `numbers`. `short` holds, in
-        parts, whether each of them must be sampled again."""
+        parts, whether each of these rows must be sampled again."""
         self._sampler, self._known, self._raw = sampler, known, raw
         self._random, self._numbers, self._num_short = random, numbers, len(short)
         self._drawn: Drawn | None = drawn
@@ -299,8 +299,8 @@ class Choice:
 
     @property
     def is_done(self) -> bool:
-        """Whether the first copies have arrived. If rows must be sampled again, `wait` still
-        waits."""
+        """Whether the first copies have arrived. `wait` still waits if rows must be sampled
+        again."""
         return self._copies.have_arrived
 
     def wait(self) -> Sampled:
@@ -351,15 +351,15 @@ def _check_drafts(belongs: LogitsRows) -> None:
 
 
 def _take(tensor: Tensor, indices: IntArray) -> Tensor:
-    """Return the rows at `indices`. If these are all rows, return the tensor itself, not a copy."""
+    """Return the rows at `indices`. For all rows, return the tensor itself, not a copy."""
     if len(indices) == len(tensor):
         return tensor
     return tensor[to_device(indices, tensor.device)]
 
 
 def highest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the highest logit of each row, and the first token id with that logit. A row with NaN
-    gives NaN and the id of a token with NaN."""
+    """Return the highest logit of each row, and the first token id with that logit. For a row with
+    NaN, return NaN and the id of a token with NaN."""
     num_rows, vocab_size = logits.shape
     num_blocks = vocab_size // _HIGHEST_BLOCK
     if logits.device.type != "cpu" or num_blocks < _HIGHEST_BLOCK:

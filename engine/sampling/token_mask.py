@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TokenMask: the tokens that grammars allow for some requests, as one bit per token."""
+"""TokenMask: the tokens that the grammars of requests allow, as one bit per token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WORD = np.dtype("<u4")
 @dataclass(frozen=True, slots=True)
 class TokenMask:
     """`allowed[i]` is the mask of `request_ids[i]`: bit `t % 32` of word `t // 32` is set if token
-    `t` may follow. Requests without a mask may choose any token. Tokens beyond the words are
+    `t` may follow. Requests without a mask may choose any token. Tokens beyond the last word are
     banned."""
 
     request_ids: Sequence[str]
@@ -40,7 +40,7 @@ class TokenMask:
         request without a row of logits."""
         choosing = rows.tolist()
         own = [row_of.get(request_id, -1) for request_id in self.request_ids]
-        if own == choosing:  # one mask row for each row of logits, in order
+        if own == choosing:  # each row of logits has one mask row, in the same order
             return range(len(own))
         left: dict[int, list[int]] = {}
         for place in range(len(choosing) - 1, -1, -1):
@@ -93,7 +93,8 @@ def _ban_on_host(
     indices: Sequence[int] | None,
 ) -> None:
     """Ban tokens in place. The compiled kernels read the words and write only banned logits.
-    Without kernels numpy does this, three times as fast as torch. `indices` None means all rows."""
+    Without the kernels numpy does so, three times as fast as torch. `indices` None means all
+    rows."""
     library = cpu_library()
     if isinstance(library, CpuLibrary) and logits.dtype == torch.float32:
         row, one = logits.stride()
@@ -121,7 +122,7 @@ def _ban_on_host(
 def banned_on_host(octets: npt.NDArray[np.uint8], num_tokens: int) -> npt.NDArray[np.bool_]:
     """Do the same as `banned_on`, on the host."""
     count = min(octets.shape[1] * 8, num_tokens)
-    # The bits are inverted while they are packed; unpacked bytes, 0 or 1, are valid bools.
+    # The packed bits are inverted first; unpacked bytes are 0 or 1, which are valid bools.
     banned = np.unpackbits(~octets, axis=1, count=count, bitorder="little").view(np.bool_)
     if count < num_tokens:
         banned = np.pad(banned, ((0, 0), (0, num_tokens - count)), constant_values=True)

@@ -16,9 +16,9 @@ from torch import Tensor
 from ..batch.batch_update import IntArray
 from .copies import to_device
 
-# Top-p rarely needs more candidates than this; if it does, the whole vocabulary is sorted.
+# The first number of candidates for top-p; if top-p needs more, the whole vocabulary is sorted.
 FIRST_CANDIDATES = 256
-# A row with a top-k up to this is drawn without a pass over the logits that top-k leaves out.
+# The largest top-k for which a row is drawn without a pass over the logits that top-k leaves out.
 MOST_FEW = 1024
 
 _LOG2_E = math.log2(math.e)
@@ -29,14 +29,14 @@ FloatArray = npt.NDArray[np.float64]
 def truncate(
     scaled: Tensor, top_k: IntArray, top_p: FloatArray, *, all_candidates: bool = False
 ) -> Tensor | None:
-    """Set to -inf, in place, the logits that top-k leaves out, and then the logits that top-p
-    leaves out of the rest.
+    """Set to -inf, in place, the logits that top-k leaves out, and then the remaining logits that
+    top-p leaves out.
 
     `scaled` is `[rows, vocab]`. A `top_k` of the vocabulary's size keeps all logits, and so does a
     `top_p` of 1. On the CPU the function checks whether the first candidates were enough, finishes
-    all rows, and returns None. On other devices that check would wait for the device. The function
-    then returns a bool `[rows]`, True for rows to truncate again with `all_candidates`, or None if
-    every row is done."""
+    all rows, and returns None. On other devices this check would wait for the device, so the
+    function returns a bool `[rows]`, True for rows to truncate again with `all_candidates`, or None
+    if every row is done."""
     limited = np.flatnonzero((top_k < scaled.shape[1]) | (top_p < 1.0))
     if len(limited) == 0:
         return None
@@ -56,16 +56,16 @@ def truncate(
 
 
 def leaves_few(top_k: IntArray, vocab_size: int, device: torch.device) -> bool:
-    """Whether `draw_among_few` can sample these rows: on the CPU, and each with a small top-k."""
+    """Whether `draw_among_few` can sample rows with these `top_k`: on the CPU, if all are small."""
     return is_free_to_look(device) and bool((top_k <= min(MOST_FEW, vocab_size - 1)).all())
 
 
 def draw_among_few(
     scaled: Tensor, top_k: IntArray, top_p: FloatArray, numbers: FloatArray
 ) -> npt.NDArray[np.int64]:
-    """Sample a token for each row `[rows, vocab]`, by its number in [0, 1), among the logits that
-    top-k and top-p keep. Sampling from the whole row gives the same token, because the other logits
-    add 0 to every sum. Rows that are not finite get token 0."""
+    """Sample a token for each row of `scaled` `[rows, vocab]`, by the row's number in [0, 1), among
+    the logits that top-k and top-p keep. Sampling from the whole row gives the same token, because
+    the other logits add 0 to every sum. Rows that are not finite get token 0."""
     cutoff, _ = _cutoff(scaled, top_k, top_p, False)
     num_rows, vocab = scaled.shape
     places = np.flatnonzero((scaled >= cutoff).numpy())
@@ -78,7 +78,7 @@ def draw_among_few(
     sums[row, np.arange(len(places)) - starts[row]] = shares
     sums.cumsum(axis=1, out=sums)
     total = sums[:, -1]
-    # Keep the target below the total even if the product was rounded up, as for whole rows.
+    # The target stays below the total even if the product was rounded up.
     target = np.minimum(numbers * total, np.nextafter(total, 0.0))
     at = np.minimum((sums <= target[:, None]).sum(axis=1), np.maximum(counts, 1) - 1)
     chosen = np.zeros(num_rows, np.int64)
@@ -91,12 +91,12 @@ def _cutoff(
     scaled: Tensor, top_k: IntArray, top_p: FloatArray, all_candidates: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the smallest kept logit of each row, `[rows, 1]`, and a bool `[rows]`, True for rows
-    with too few candidates to find that logit. If all rows are done, None replaces the bools."""
+    with too few candidates to find that logit. If all rows have enough, None replaces the bools."""
     vocab, device = scaled.shape[1], scaled.device
     has_k, has_p = top_k < vocab, top_p < 1.0
     by_share_alone = has_p & ~has_k
     width = int(top_k[has_k].max()) if has_k.any() else 1
-    # If top-k limits a row too, top-p needs only the candidates that top-k keeps.
+    # In rows with top-k, top-p needs only the candidates that top-k keeps.
     if by_share_alone.any():
         width = vocab if all_candidates else max(width, FIRST_CANDIDATES)
     width = min(vocab, width)
@@ -110,7 +110,7 @@ def _cutoff(
         if not has_p.any():
             return kth, None
         sums = exp_(best.masked_fill(best < kth, -torch.inf)).cumsum(-1, dtype=torch.float64)
-        # If top-k keeps no token beyond the candidates, their sum is the whole sum.
+        # Candidates that are all the tokens of top-k have the whole sum.
         is_whole = ~no_k[:, 0]
         if width < vocab:
             beyond = found[:, -1]
@@ -118,8 +118,8 @@ def _cutoff(
         total = sums[:, -1]
         if not (is_free_to_look(device) and bool(is_whole.all())):
             total = torch.where(is_whole, total, _sum_of(scaled, kth))
-        # The first tokens whose sum reaches the share are kept: the first `count` tokens and the
-        # next token.
+        # Top-p keeps the fewest best tokens whose sum reaches the share: `count` tokens and one
+        # more.
         count = (sums < (share * total)[:, None]).sum(dim=-1)
         is_short = None
         if width < vocab and by_share_alone.any():
@@ -144,5 +144,5 @@ def exp_(logits: Tensor) -> Tensor:
 
 
 def is_free_to_look(device: torch.device) -> bool:
-    """Whether reading a result does not wait for the device, as on the CPU."""
+    """Whether results can be read without a wait for the device, as on the CPU."""
     return device.type == "cpu"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of an answer outside its grammar's rules: the reasoning before it, and white space in
-it."""
+"""The parts of an answer that need rules beside the grammar: reasoning before the grammar's text,
+and endless white space in it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .base import BITS
 from .mask_jobs import Follower
 from .vocabulary import Vocabulary
 
-MOST_WHITE = 64  # an answer ends after so many white tokens in a row, if no others were allowed
+MOST_WHITE = 64  # after so many white tokens in a row with no others allowed, an answer ends
 
-# A start mark opens a thought if at most this many tokens of the prompt follow it: a template
-# writes a line break there. A mark further back is part of a message.
+# A start mark opens reasoning if at most this many prompt tokens follow it, since templates may
+# write a line break after it. A mark further back is part of a message.
 _MOST_BEHIND_MARK = 1
 
 
@@ -34,7 +34,7 @@ class Thought:
         self._end = Mark(params.reasoning_end_token_ids) if start else None
         self._matched = self._num_seen = 0
         self._position: int | None = 0
-        # The start mark, while the answer's first token may still be this mark.
+        # The start mark, as long as the answer's first token may be this mark.
         self.opener: int | None = None
         if start:
             tail = request.prompt_token_ids[-len(start) - _MOST_BEHIND_MARK :].tolist()
@@ -63,8 +63,8 @@ class Thought:
         return self._position
 
     def free_rows(self, output: Sequence[int], drafts: Sequence[int]) -> range:
-        """Return the range of rows that lie in the reasoning. Row r follows the output and r
-        drafts. `output` must be the same as in the last call of `find_end`."""
+        """Return the range of rows that lie in the reasoning. Row r follows the output and r draft
+        tokens. `output` must be the same as in the last call of `find_end`."""
         begin = 0
         if not output and self.opener is not None and drafts[:1] == (self.opener,):
             begin = 1
@@ -80,8 +80,8 @@ class Thought:
 
 
 class White:
-    """The tokens that are white space. A JSON grammar may reach a position after which only white
-    space can ever follow, for example at a key for which two rules of the schema conflict."""
+    """The vocabulary's white-space tokens. A JSON grammar may reach a position after which only
+    white space can ever follow, for example at a key for which two rules of the schema conflict."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._ids = frozenset(
@@ -94,7 +94,7 @@ class White:
         self, follower: Follower, output: Sequence[int], row: npt.NDArray[np.uint32]
     ) -> str | None:
         """Return the reason to end the answer with an error, or None if the answer continues. `row`
-        is the mask after the answer's `output`, which must not be empty."""
+        is the mask after `output`, the answer's tokens, which must not be empty."""
         if output[-1] not in self._ids or (row & self._others).any():
             follower.num_white = 0
             return None

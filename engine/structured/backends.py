@@ -2,7 +2,7 @@
 """The choice of the backend that compiles a grammar.
 
 `auto` uses xgrammar for grammars that xgrammar follows fast and exactly. All other grammars go to
-llguidance, which limits its own work. If one package is missing, the other compiles what it can."""
+llguidance, which limits its own work. If one package is missing, the other gets all grammars."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INSTALL = "run in a clone of StrataKV: pip install '.[grammar]'"
 
 
 def why_missing(name: str) -> str:
-    """Return which package a backend lacks, and how to install it; "" if none is missing."""
+    """Return which package a backend lacks, with its install command; "" if none is missing."""
     wanted = list(_PACKAGES) if name == "auto" else [name]
     if any(_is_installed(each) for each in wanted):
         return ""
@@ -32,9 +32,9 @@ def why_missing(name: str) -> str:
 
 def open_backend(name: str, read: Callable[[], Vocabulary], *, forks: bool = False) -> Backend:
     """Open the backend with this name, a value of the setting. Only the compiling thread calls
-    this, because it reads and imports much. `auto` imports each backend at its first use. With
-    `forks`, `auto` imports all backends at once, and no backend starts threads. Raises GrammarError
-    for a missing package, and what `read` raises."""
+    this, because the call reads and imports much. `auto` imports each backend at its first use.
+    With `forks`, `auto` imports all backends at once, and no backend starts threads. Raises
+    GrammarError for a missing package, and the errors of `read`."""
     if why := why_missing(name):
         raise GrammarError(why)
     if name != "auto":
@@ -66,7 +66,7 @@ _OPENERS = {"xgrammar": _open_xgrammar, "guidance": _open_guidance}
 
 
 class _Auto(Backend):
-    """Both backends, each opened at its first use."""
+    """The backend `auto`: xgrammar and llguidance, each opened at its first use."""
 
     def __init__(self, vocabulary: Vocabulary, forks: bool) -> None:
         self._vocabulary = vocabulary
@@ -83,8 +83,8 @@ class _Auto(Backend):
         self.get_backend(self._first_choice(spec))
 
     def try_out(self, spec: GrammarSpec, *, is_second: bool = False) -> tuple[Form, Grammar]:
-        """Use llguidance if `is_second`: llguidance may be fast with a grammar that takes xgrammar
-        too long, and it limits its work while it follows a grammar."""
+        """Use llguidance if `is_second`: it may be fast with a grammar that takes xgrammar too
+        long, and limits its work while it follows a grammar."""
         first = self._first_choice(spec)
         if is_second and _is_installed("guidance"):
             first = "guidance"
@@ -100,7 +100,7 @@ class _Auto(Backend):
             return make(first)
         except GrammarError as error:
             other = "guidance" if first == "xgrammar" else "xgrammar"
-            # xgrammar comes second only for structural tags: it takes more formats of them.
+            # xgrammar is tried second only for structural tags, of which it accepts more formats.
             is_worth_it = other == "guidance" or spec.kind is Kind.STRUCTURAL_TAG
             if not is_worth_it or not _is_installed(other):
                 raise

@@ -4,8 +4,8 @@
     Backend.compile(spec) ──► Grammar, shared by all requests with the same spec
     Grammar.matcher()     ──► Matcher, of one answer: accept, fill, rollback
 
-A client's grammar is compiled in a process that can be killed. The engine process then builds it
-from the result:
+A client's grammar is compiled in a process that can be killed. The engine process then builds the
+grammar from the resulting `Form`:
 
     process: Backend.try_out(spec) ──► Form ──► engine: Backend.build(spec, form) ──► Grammar
 
@@ -30,26 +30,26 @@ import numpy.typing as npt
 from ..request.structured_params import GrammarSpec
 
 BITS = 32
-LARGE_BYTES = 1024**2  # a grammar of this size takes long to free: 10 ms for 25 MB
+LARGE_BYTES = 1024**2  # grammars of this size take long to free: 10 ms for 25 MB
 Words = npt.NDArray[np.int32]  # [words]: bit t % 32 of word t // 32 is for token t
 
 _MOST_FORCED = 64
 
 
 class GrammarError(ValueError):
-    """A grammar cannot be compiled or followed. The text gives the reason, and the position if it
-    is known."""
+    """A grammar cannot be compiled or followed. The text gives the reason, and, if known, the
+    position in the grammar."""
 
 
 class NotNow(GrammarError):
-    """The grammar was not compiled this time. The cause may lie outside the grammar, so a later
-    request may try again."""
+    """A compilation failed for a cause that may lie outside the grammar, so a later request may
+    compile the grammar again."""
 
 
 class Rows:
     """The masks of several positions. `words` (int32 `[rows, words]`), `unsigned` (uint32 `[rows,
-    words]`) and the bytes `data` share the same memory. A backend may store its own view of all
-    rows in `exchanged`."""
+    words]`) and the bytes `data` share the same memory. `exchanged` may hold a backend's own view
+    of all rows."""
 
     __slots__ = ("data", "exchanged", "unsigned", "words")
 
@@ -60,7 +60,7 @@ class Rows:
         self.exchanged: Any = None
 
     def is_empty(self, index: int) -> bool:
-        """Whether a row allows no token. For a single row this is faster than numpy's `any`."""
+        """Whether a row allows no token. For one row this is faster than numpy's `any`."""
         size = self.words.shape[1] * (BITS // 8)
         return not self.data[index * size : (index + 1) * size].tobytes().strip(b"\0")
 
@@ -76,7 +76,7 @@ class Matcher(ABC):
     @abstractmethod
     def accept(self, token_id: int) -> bool:
         """Advance by a token. Return False, and change nothing, for a token that the grammar does
-        not allow at this position, and for the model's end tokens, after which no token follows."""
+        not allow at this position, and for the model's end tokens."""
 
     @abstractmethod
     def rollback(self, num_tokens: int) -> None:
@@ -93,11 +93,11 @@ class Matcher(ABC):
 
 
 class Grammar(ABC):
-    """A compiled grammar. `num_bytes` is its approximate memory. `is_bounded`: every call of its
-    matchers ends, because the backend limits its own work, or is always fast with such grammars.
-    `is_apart`: its matchers run in a separate process; calls wait for the process, within time
-    limits. `is_gone`: that process has ended, so the grammar must be compiled again. `hangs`: a
-    call of a matcher did not return, so no matcher is called any more."""
+    """A compiled grammar. `num_bytes` is its approximate memory. `is_bounded`: every call of the
+    grammar's matchers ends, because the backend limits its own work or is always fast with the
+    grammar. `is_apart`: the matchers run in a separate process; calls wait for the process, within
+    time limits. `is_gone`: the separate process has ended, so the grammar must be compiled again.
+    `hangs`: a call of a matcher did not return, so no matcher of the grammar is called any more."""
 
     num_bytes: int
     is_bounded: bool = False
@@ -113,11 +113,11 @@ class Grammar(ABC):
 class Form(msgspec.Struct, frozen=True):
     """The result of compiling a grammar in another process."""
 
-    backend: str  # the name of the backend that compiled it
+    backend: str  # the name of the backend that compiled the grammar
     text: str = ""  # the serialized compiled grammar, or the grammar in that backend's language
     is_bounded: bool = False  # see `Grammar.is_bounded`
-    num_bytes: int = 0  # memory that compiling took in that process; 0: unknown
-    seconds: float = 0.0  # processor time of the work that `build` repeats
+    num_bytes: int = 0  # memory that the compiling process took; 0: unknown
+    seconds: float = 0.0  # processor time of the part that `build` repeats
 
 
 class Backend(ABC):
@@ -129,18 +129,18 @@ class Backend(ABC):
 
     def load_requirements(self, spec: GrammarSpec) -> None:
         """Import and open everything that `build` will need for this grammar. The building thread
-        calls this while another process compiles the grammar. Raises GrammarError."""
+        calls this method while another process compiles the grammar. Raises GrammarError."""
         return
 
     def try_out(self, spec: GrammarSpec, *, is_second: bool = False) -> tuple[Form, Grammar]:
-        """Compile a grammar without a time limit. Return the grammar, and the form from which
-        `build` makes it in another process. `is_second`: the preferred backend took too long.
-        Raises GrammarError."""
+        """Compile a grammar without a time limit. Return the grammar, and the `Form` from which
+        `build` makes the grammar in another process. `is_second`: the preferred backend took too
+        long. Raises GrammarError."""
         raise GrammarError(f"{type(self).__name__} tries nothing out")
 
     def build(self, spec: GrammarSpec, form: Form) -> Grammar:
-        """Build a grammar from the `form` that `try_out` returned. The time is proportional to the
-        form's text, or as long as `try_out` took. Raises GrammarError."""
+        """Build a grammar from the `form` that `try_out` returned. `build` takes time in proportion
+        to the form's text, or as long as `try_out` took. Raises GrammarError."""
         raise GrammarError(f"{type(self).__name__} builds nothing from a form")
 
 
@@ -155,7 +155,7 @@ def follow_forced(grammar: Grammar, num_words: int) -> None:
             return
         word = int(row[words[0]]) & (1 << BITS) - 1
         if word & word - 1 or not matcher.accept(int(words[0]) * BITS + word.bit_length() - 1):
-            return  # several tokens are allowed, or an end token
+            return  # several tokens are allowed, or an end token is
 
 
 def fill_drafts(matcher: Matcher, drafts: Sequence[int], rows: npt.NDArray[np.int32]) -> list[bool]:

@@ -7,7 +7,7 @@
 
 No grammar delays another by more than MOMENT: a grammar that takes longer is compiled again later,
 after all untried grammars. Each of the three queues alternates between tenants. The engine's step
-thread calls this module. The module has threads of its own; only `close` waits for them."""
+thread calls this module, whose own threads do the work; only `close` waits for the threads."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ from .processes.limited_thread import Job, Limit, LimitedThread
 
 logger = logging.getLogger(__name__)
 
-MOST_PROCESSES = 2  # compile long grammars at the same time
+MOST_PROCESSES = 2  # that compile grammars of the long queue at once
 COMPILE_LIMIT = Limit(cpu_seconds=10.0)
-# The limit of a grammar's first try. After it the untried grammars of all tenants come first.
+# The limit of a grammar's first try. A grammar over this limit waits for all untried grammars.
 MOMENT = Limit(cpu_seconds=0.25, seconds=3.0)
-FOLLOW_LIMIT = Limit(cpu_seconds=1.0, seconds=60.0)  # a row of a grammar that a process follows
-MOST_BYTES = 64 * 1024**2  # the size of one grammar
+FOLLOW_LIMIT = Limit(cpu_seconds=1.0, seconds=60.0)  # for a mask row from a process
+MOST_BYTES = 64 * 1024**2  # limit of one grammar's memory
 CACHE_BYTES = 256 * 1024**2
 CACHE_ENTRIES = 1024
 MOST_WAITING = 1024
-# Most grammars that processes follow: each may take a GiB.
+# The most grammars that stay in processes: each may take a GiB.
 MOST_APART = 8
 MOST_APART_OF_TENANT = 3
-_UNUSED_SECONDS = 10.0  # after so long without use a grammar may be replaced
-POLL_SECONDS = 0.05  # between two looks for a thread over its limit
+_UNUSED_SECONDS = 10.0  # without use, before a grammar in a process may be replaced
+POLL_SECONDS = 0.05  # time between two checks for a thread over its limit
 _CLOSE_SECONDS = 5.0
 _NOBODY = "no request waits for it any more"
 _DISPLACED = (
     "too many grammars of this client wait to be compiled; send fewer at once, or try later"
 )
-Made = tuple[Grammar, Words, float]  # a grammar, its first row, and the seconds the row took
+Made = tuple[Grammar, Words, float]  # a grammar, its first mask row, the row's seconds
 
 
 @dataclass(slots=True, eq=False)
 class Compilation:
-    """The compilation of a grammar. Until `is_done` it has neither a grammar nor an error.
+    """The compilation of a grammar. Until `is_done` there is neither a grammar nor an error.
     `first_words` is the mask row at the beginning of an answer, often the slowest of all rows.
     `may_be_later`: the grammar did not cause the error, so the next request compiles it again."""
 
@@ -68,7 +68,7 @@ class Compilation:
     error: str = ""
     first_words: Words | None = None
     may_be_later: bool = False
-    first_seconds: float = 0.0  # processor time of the first row
+    first_seconds: float = 0.0  # processor time of `first_words`
     has_begun: bool = False
 
     @property
@@ -102,12 +102,12 @@ class _Kept:
 
 
 class _Builder:
-    """A thread that builds grammars from processes' results, and frees grammars. Both tasks should
-    end soon. If the thread hangs nevertheless, a new thread replaces it."""
+    """A thread that builds grammars from the results of processes, and frees grammars. Both tasks
+    are short; if the thread hangs nevertheless, a new thread replaces it."""
 
     def __init__(self) -> None:
         self.jobs: FairQueue[Job] = FairQueue()
-        self.at: Compilation | None = None  # the compilation that the thread takes over now
+        self.at: Compilation | None = None  # whose grammar the thread builds now
         self._thread: LimitedThread | None = None
 
     def set_current(self, compilation: Compilation) -> None:
@@ -119,7 +119,7 @@ class _Builder:
         self.jobs.put(tenant, job, is_first=is_first)
 
     def leave_hung(self, limit: Limit) -> Compilation | None:
-        """Replace the thread if it is over the limit, and return the compilation in which it hangs;
+        """If the thread is over the limit, replace it and return the compilation in which it hangs;
         else return None."""
         at = self.at
         if at is None or self._thread is None or not self._thread.abandon_if_over(limit):
@@ -142,8 +142,8 @@ def _free(dropped: list[Any], _: LimitedThread) -> None:
 class GrammarCompiler:
     """Compiles grammars for a vocabulary of `vocab_size` tokens. The builder's thread calls
     `open_backend` once; any thread that finishes a grammar calls `wake`. Threads start with the
-    first grammar. Without `processes` the builder's thread compiles all grammars; this is so for a
-    backend that the engine's operator supplies."""
+    first grammar. Without `processes` the builder's thread compiles all grammars, as for a backend
+    that the engine's operator supplies."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class GrammarCompiler:
         self._num_long = num_processes or _num_processes()
         self._threads: list[threading.Thread] = []
         self._builder = _Builder()
-        self._beginning = threading.Lock()  # held to begin a compilation, and to give one up
+        self._beginning = threading.Lock()  # held to begin or to give up a compilation
         self._apart: list[weakref.ref[GrammarApart]] = []
         self._making_room = threading.Lock()
         self._backend: Backend | None = None
@@ -184,7 +184,7 @@ class GrammarCompiler:
 
     @property
     def num_cached_bytes(self) -> int:
-        """The memory of the cached grammars, and the size of the texts of failed ones."""
+        """The memory of the cached grammars, plus the size of the texts of failed grammars."""
         return sum(each.num_bytes for each in self._kept.values())
 
     @property
@@ -244,7 +244,7 @@ class GrammarCompiler:
         dropped: list[Compilation] = []
         num_entries, num_bytes = self.num_cached, self.num_cached_bytes
         while num_entries > CACHE_ENTRIES or (num_entries and num_bytes > self._cache_bytes):
-            # The tenant with most loses one: no tenant's grammars displace another tenant's.
+            # The tenant with most grammars loses one: a tenant's many grammars displace its own.
             many = num_entries > CACHE_ENTRIES
             tenant = max(
                 self._kept,
@@ -258,14 +258,14 @@ class GrammarCompiler:
             self.free(dropped)
 
     def free(self, dropped: list[Any]) -> None:
-        """Free these objects on the builder's thread. Freeing a large grammar takes milliseconds,
-        for which no step may wait. The caller must keep no reference to the objects."""
+        """Free `dropped` on the builder's thread. Freeing a large grammar takes milliseconds, for
+        which no step may wait. The caller must keep no reference to the objects."""
         self._builder.put("", partial(_free, dropped))
 
     def stop_taking_over(self) -> None:
-        """Leave all grammars in processes, although that is slow, and drop the cached grammars,
-        which are compiled again when requests need them. Called when a thread hangs in a grammar
-        that was built in the engine process, which should not happen."""
+        """Leave all later grammars in processes, although this is slow, and drop the cached
+        grammars, which are compiled again when requests need them. Called when a thread hangs in a
+        grammar that was built in the engine process, which should not happen."""
         if self._processes is None or not self._processes.trusts_threads:
             return
         self._processes.trusts_threads = False
@@ -289,7 +289,7 @@ class GrammarCompiler:
         """Start the threads, unless they run already."""
         if self._threads:
             return
-        # The builder imports its modules for `build` while a process compiles.
+        # The builder's thread imports the modules of `build` while a process compiles.
         self._builder.put("", partial(self._prepare, spec), is_first=True)
         works = [partial(self._work, self._quick, MOMENT, is_second=False)]
         works += [partial(self._work, self._long, self._limit, is_second=True)] * self._num_long
@@ -299,7 +299,7 @@ class GrammarCompiler:
             thread.start()
 
     def _prepare(self, spec: GrammarSpec, _: LimitedThread) -> None:
-        with suppress(ValueError, ImportError):  # the compiling process reports it
+        with suppress(ValueError, ImportError):  # the compiling process reports the error
             self._ensure_backend().load_requirements(spec)
 
     def _work(self, queue: FairQueue[Compilation], limit: Limit, *, is_second: bool) -> None:
@@ -311,7 +311,7 @@ class GrammarCompiler:
             began = None
             try:
                 if self._processes is not None:
-                    self._processes.start_first_process()  # outside every limit
+                    self._processes.start_first_process()  # not part of any limit
                 began = time.monotonic()
                 self._try_out(compilation, limit, is_second)
             except Exception as caught:  # noqa: BLE001 - it is told, and logged
@@ -329,7 +329,7 @@ class GrammarCompiler:
     def _try_out(self, compilation: Compilation, limit: Limit, is_second: bool) -> None:
         """Compile in a process. Afterwards the builder's thread builds the grammar, or the process
         keeps it. At the limit of a first try the compilation joins the long queue. Raises
-        GrammarError, and what a backend raises."""
+        GrammarError, and the errors of a backend."""
         assert self._processes is not None
         try:
             tried = self._processes.try_out(compilation.spec, limit, is_second=is_second)
@@ -353,8 +353,8 @@ class GrammarCompiler:
         self._builder.put(compilation.tenant, partial(self._run_here, compilation, take_over))
 
     def _follow_apart(self, tenant: str, process: FollowingProcess) -> Grammar:
-        """Return a grammar that stays in its process. If there are too many such grammars, end the
-        process of the grammar that has been idle longest. Raises NotNow if too many are in use."""
+        """Return a grammar that stays in its process. Above MOST_APART grammars in processes, end
+        the process that has been idle longest. Raises NotNow if too many are in use."""
         grammar = GrammarApart(process, FOLLOW_LIMIT, tenant)
         with self._making_room:
             there = [each for made in self._apart if (each := made()) and not each.is_gone]
@@ -395,11 +395,11 @@ class GrammarCompiler:
         try:
             backend = (
                 self._ensure_backend()
-            )  # no limit counts the reading of a vocabulary or imports
+            )  # time to read a vocabulary and to import counts in no limit
             if not thread.next_piece(partial(self._builder.set_current, compilation)):
                 return
             began = time.monotonic()
-            # Not earlier: an import holds locks, and steps may wait for these.
+            # The priority falls only now: an import holds locks for which steps may wait.
             thread.give_way()
             made = make(backend)
             if made[0].num_bytes > MOST_BYTES:
@@ -431,14 +431,14 @@ class GrammarCompiler:
 
     def _set_error(self, compilation: Compilation, caught: Exception) -> None:
         text = str(caught) or type(caught).__name__
-        if not isinstance(caught, ValueError | ImportError):  # GrammarError, NoVocabulary
+        if not isinstance(caught, ValueError | ImportError):  # an unexpected error
             logger.error("a grammar's backend failed", exc_info=caught)
             text = f"{type(caught).__name__}: {caught}"
         compilation.may_be_later = isinstance(caught, NotNow)
         compilation.error = text
 
     def _give_up(self, compilation: Compilation, error: str) -> bool:
-        """Fail a waiting compilation with this error. Return False if it had begun or was done."""
+        """Fail a waiting compilation with `error`. Return False if it had begun or was done."""
         with self._beginning:
             if compilation.has_begun or compilation.is_done:
                 return False
@@ -451,13 +451,13 @@ class GrammarCompiler:
         return True
 
     def _displace(self, tenant: str) -> None:
-        """Drop the tenant's last unbegun compilation, to make room for another tenant."""
+        """Fail the tenant's last unbegun compilation, to make room for another tenant."""
         own = [each for each in self._waiting.values() if each.tenant == tenant]
         if any(self._give_up(each, _DISPLACED) for each in reversed(own)):
             self.num_failed += 1
 
     def _take_note(self, key: tuple[str, GrammarSpec], compilation: Compilation) -> None:
-        """Count a finished compilation, and cache it unless a later request may try it again."""
+        """Count a finished compilation; cache it unless a later request may compile it again."""
         del self._waiting[key]
         self._shares.remove_tenant(compilation.tenant)
         self.num_compiled += compilation.grammar is not None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars by llguidance, which counts its own work and stops at a limit.
+"""GuidanceBackend: grammars with llguidance, which counts its own work and stops at a limit.
 
-A hostile grammar therefore cannot block it. Compiling is lazy and takes milliseconds. If a step
-reaches too many parser states, the matcher raises GrammarError."""
+A hostile grammar therefore cannot block llguidance. Compiling is lazy and takes milliseconds. If a
+step reaches too many parser states, the matcher raises GrammarError."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .base import BITS, LARGE_BYTES, Backend, Form, Grammar, GrammarError, Match
 from .structural_tags import read_tags
 from .vocabulary import Vocabulary
 
-# The assumed memory of an unmeasured grammar: this much, and a multiple of its text. Measured
-# grammars take 40 to 530 bytes for each byte of the text.
+# The assumed memory of an unmeasured grammar: these bytes plus a multiple of the text's bytes.
+# Measured grammars take 40 to 530 bytes for each byte of the text.
 _LEAST_BYTES = 64 * 1024
 _BYTES_EACH = 192
 _WHITESPACE = f"[ \\n\\r\\t]{{0,{MOST_WHITESPACE}}}"
@@ -33,7 +33,7 @@ _NO_TOKEN = 2**32 - 1
 
 
 class GuidanceBackend(Backend):
-    """The llguidance backend. `limits` bound its parser; llguidance's default is some 50,000 items
+    """The llguidance backend. `limits` bound llguidance's parser; the default is some 50,000 items
     a step. Without `has_threads` the backend starts no thread, and a large grammar is freed by the
     thread that drops it."""
 
@@ -52,7 +52,7 @@ class GuidanceBackend(Backend):
         size = max(len(vocabulary.tokens), ends[-1] + 1)
         self._num_bytes = -(-size // BITS) * (BITS // 8)
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=ends)
-        # Made now: its thread inherits the scheduling of the thread that starts it.
+        # Made here, since its thread inherits the scheduling class of the thread that starts it.
         self._emptier = _Emptier(self._tokenizer) if has_threads else None
 
     def compile(self, spec: GrammarSpec) -> Grammar:
@@ -79,9 +79,9 @@ class GuidanceBackend(Backend):
 
 class _Emptier:
     """Frees the memory of matchers without holding the interpreter's lock, which Python holds to
-    free an object. A matcher that is given a wrong token frees its state; if several matchers are
-    given tokens together, this happens on a thread of llguidance. Any thread may call `empty`,
-    which waits until the memory is freed."""
+    free an object. A matcher frees its state when it gets a wrong token; if several matchers get
+    tokens in one call, a thread of llguidance frees the states. Any thread may call `empty`, which
+    waits until the memory is freed."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer) -> None:
         self._executor = llguidance.LLExecutor(1)
@@ -90,7 +90,7 @@ class _Emptier:
     def empty(self, matcher: llguidance.LLMatcher) -> None:
         """Free the state of `matcher`, which must not be used again. State that several matchers
         share is freed with the last of them."""
-        # llguidance would call a single matcher with the interpreter's lock held.
+        # Two matchers, because llguidance holds the interpreter's lock while it calls a single one.
         both = [(matcher, _NO_TOKEN), (self._small.deep_copy(), _NO_TOKEN)]
         self._executor.consume_token_par(both)
 
@@ -103,7 +103,7 @@ class _Words:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         nameless = [i for i, token in enumerate(vocabulary.tokens) if not token]
-        # A special token gets a name in place of bytes; no text of a grammar can spell that name.
+        # A special token gets a name in place of bytes, which no text of a grammar can spell.
         names = {i: f"<|{i}|>".encode() for i in nameless}
         self.tokens = [names.get(i, token) for i, token in enumerate(vocabulary.tokens)]
         self.special_token_ids = nameless
@@ -127,7 +127,7 @@ class _GuidanceGrammar(Grammar):
         end_ids: Sequence[int],
         emptier: _Emptier | None,
     ) -> None:
-        """`emptier` frees the prototype at the end; with None, Python frees it."""
+        """`emptier` frees the prototype at the end; with None, Python frees the prototype."""
         self._prototype = prototype
         self.num_bytes = num_bytes
         self._num_mask_bytes = num_mask_bytes
@@ -157,7 +157,7 @@ class _GuidanceMatcher(Matcher):
         self._end_ids = end_ids
 
     def __del__(self) -> None:
-        del self._matcher  # before the grammar: its prototype then frees the shared state
+        del self._matcher  # before the grammar, whose prototype then frees the shared state
 
     @property
     def may_end(self) -> bool:
@@ -175,7 +175,7 @@ class _GuidanceMatcher(Matcher):
         self._raise_matcher_error()
 
     def fill(self, words: Words) -> None:
-        if self._matcher.is_stopped():  # at its end, or at one of its limits
+        if self._matcher.is_stopped():  # at the grammar's end, or at a limit
             self._raise_matcher_error()
             words[:] = 0
             for token in self._end_ids:
@@ -217,8 +217,8 @@ def heap_bytes() -> int:
 
 
 def _text_of(spec: GrammarSpec) -> str:
-    """Return the grammar in llguidance's own form. Rules are translated in Python, at 2 us a byte.
-    Raises GrammarError."""
+    """Return the grammar in llguidance's own form. Rules are translated in Python; that takes 2 us
+    a byte. Raises GrammarError."""
     try:
         return _translated(spec)
     except (ValueError, RecursionError) as error:
@@ -238,7 +238,7 @@ def _translated(spec: GrammarSpec) -> str:
     if spec.kind is Kind.REGEX:
         return llguidance.grammar_from("regex", spec.text.removeprefix("^").removesuffix("$"))
     if spec.kind is Kind.CHOICE:
-        # As one terminal: llguidance takes at most 2,000 rules at one place.
+        # All texts become one terminal, since llguidance takes at most 2,000 rules at one place.
         texts = [json.dumps(each, ensure_ascii=False) for each in json.loads(spec.text)]
         return "start: CHOICE\nCHOICE: " + " | ".join(texts)
     if spec.kind is Kind.GRAMMAR:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grammars of an engine core: compiles them for waiting requests, and makes token masks.
+"""GrammarManager: an engine core's grammars, compiled for waiting requests, and their token masks.
 
     ask ──► (compiled during steps) ──► take_compiled ──► activate_grammar
         ──► begin_masks · masks, in each step
 
-A mask is made from the request's present output, so the manager need not know of new tokens,
+A mask is made from the request's present output, so the manager needs no notice of new tokens,
 preemptions or dropped steps. Reasoning (a "thought") follows no grammar: if an answer begins with
-reasoning, the grammar begins after it. The engine's step thread makes all calls."""
+reasoning, the grammar begins after it. The engine's step thread makes all calls of this module."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FAILED = "the answer cannot follow its grammar any further"
 
 
 class Waiting(NamedTuple):
-    """A request that waits for its grammar. The request `built` was made from `message`."""
+    """A request that waits for its grammar. `built` is the request, made from `message`."""
 
     message: AddRequest
     built: Request
@@ -48,14 +48,14 @@ class Waiting(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A request to end: at the end of its grammar (`error` is empty), or with an error."""
+    """A request that must end: at the end of its grammar (`error` is empty), or with an error."""
 
     request: Request
     error: str
 
 
 class Masks(NamedTuple):
-    """The masks of one step. `mask` is None if no request is restricted."""
+    """The masks of one step. `mask` is None if no grammar restricts a request."""
 
     mask: TokenMask | None
     ended: list[Ended]
@@ -64,8 +64,8 @@ class Masks(NamedTuple):
 class _Across(NamedTuple):
     """The mask rows of a request whose draft tokens begin or end its reasoning."""
 
-    free: range  # rows in the thought
-    num_rows: int  # all rows of the request in this step
+    free: range  # the request's rows in the reasoning
+    num_rows: int  # the number of all rows of the request in this step
 
 
 class _Followed(NamedTuple):
@@ -75,7 +75,7 @@ class _Followed(NamedTuple):
     thought: Thought
     end_ids: frozenset[int]  # the model's end ids, empty with ignore_eos
     own_ids: frozenset[int]  # the request's stop ids
-    has_own_ends: bool  # whether its end ids differ from the model's end ids
+    has_own_ends: bool  # whether the request's end ids differ from the model's
     may_need_settling: bool  # whether `_settle_ends` may have to change rows
     is_json: bool  # whether the grammar is JSON, at least in part
 
@@ -101,7 +101,7 @@ class GrammarManager:
         self._eos_ids = frozenset(each for each in eos_token_ids if 0 <= each < vocab_size)
         self._shares = Shares(most_waiting)
 
-        self._white: White | None = None  # once the vocabulary has been read
+        self._white: White | None = None  # None until the vocabulary has been read
 
         def read() -> Vocabulary:
             vocabulary = Vocabulary.load(model_path, vocab_size, eos_token_ids)
@@ -125,10 +125,10 @@ class GrammarManager:
         self._followed: dict[str, _Followed] = {}
         self._begun: list[_Followed] = []
         self._has_begun = False
-        self._made: Masks | None = None  # the begun step's masks, if collected already
-        self._thinking: list[tuple[_Followed, int]] = []  # with their numbers of rows
+        self._made: Masks | None = None  # masks of the begun step, once collected
+        self._thinking: list[tuple[_Followed, int]] = []  # in reasoning, with row counts
         self._across: dict[str, _Across] = {}  # by request id
-        self.num_failed = 0  # requests that ended with an error of their grammar
+        self.num_failed = 0  # requests that a grammar's error ended
 
     def __bool__(self) -> bool:
         """Whether a request that may run has a grammar, or the masks of a step have begun."""
@@ -144,7 +144,7 @@ class GrammarManager:
 
     @property
     def is_due(self) -> bool:
-        """Whether `take_compiled` would return a request, or `held` may release one."""
+        """Whether `take_compiled` would return a request, or `held` may release a request."""
         self._compiler.poll_compilations()
         if self._ahead.is_due:
             return True
@@ -153,8 +153,8 @@ class GrammarManager:
     @property
     def idle_seconds(self) -> float:
         """The longest time, in seconds, until `is_due` must be checked again; infinite if no
-        grammar or row is being made. Compilations without a waiting request have a time limit, so
-        they count too."""
+        grammar or row is being made. Compilations without a waiting request count too, since they
+        have a time limit."""
         is_busy = self._compiler.num_waiting or self._waiting or self._ahead.num_open
         return POLL_SECONDS if is_busy else float("inf")
 
@@ -226,8 +226,8 @@ class GrammarManager:
         )
 
     def held(self) -> Set[str]:
-        """Return the ids of requests to leave out of the next step: their mask is slow and being
-        made, or it depends on a token that the device has not sampled yet."""
+        """Return the ids of requests to leave out of the next step. The mask of such a request is
+        slow and being made, or depends on a token that the device has not sampled yet."""
         self._ahead.take_note()
         held: set[str] = set()
         for name, each in self._followed.items():
@@ -243,8 +243,8 @@ class GrammarManager:
         return held
 
     def without_drafts(self) -> Iterable[str]:
-        """Return the ids of requests that must get no drafts: their masks are slow and made one by
-        one between steps, and drafts would need several at once."""
+        """Return the ids of requests that must get no draft tokens, because their masks are slow
+        and made one by one between steps; draft tokens would need several masks at once."""
         return [
             name
             for name, each in self._followed.items()
@@ -254,8 +254,8 @@ class GrammarManager:
     def begin_masks(
         self, requests: Iterable[Request], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
     ) -> None:
-        """Start to make the masks of the requests that sample a token in a step. All tokens before
-        it must be known. `drafts` are the draft tokens after the outputs, by request id."""
+        """Start to make the masks of the requests that sample a token in a step. All earlier tokens
+        must be known. `drafts` are the draft tokens after the outputs, by request id."""
         self._begun, self._thinking, self._across = [], [], {}
         self._has_begun, self._made = False, None
         jobs = []
@@ -286,7 +286,7 @@ class GrammarManager:
             self._maker.start_jobs(jobs)
         if self._thinking or jobs:
             self._has_begun = True
-            if self._maker.is_done:  # now: the forward pass empties the caches
+            if self._maker.is_done:  # before the forward pass empties the CPU caches
                 self._made = self._collect_masks()
 
     @property
@@ -297,7 +297,7 @@ class GrammarManager:
     def masks(
         self, requests: Iterable[Request], drafts: Mapping[str, Sequence[int]] = _NO_DRAFTS
     ) -> Masks:
-        """Return the masks that `begin_masks` started; if it was not called, make them now. A
+        """Return the masks that `begin_masks` started; without that call, make the masks now. A
         request with k drafts has 1 + k consecutive rows; requests in `ended` have none."""
         if not self._has_begun:
             self.begin_masks(requests, drafts)
@@ -346,7 +346,7 @@ class GrammarManager:
                 ids += [name] * (end - start) if job.drafts else (name,)
                 continue
             lost += range(start, end)
-            if not each.request.is_finished:  # a new request may have a finished request's id
+            if not each.request.is_finished:  # a new request may have the id of a finished request
                 ended.append(Ended(each.request, error and f"{_FAILED}: {error}"))
                 self.num_failed += bool(error)
                 self._let_go(name)
@@ -380,8 +380,8 @@ class GrammarManager:
         self._compiler.close()
 
     def _let_go(self, name: str) -> None:
-        """Forget a request that has ended. A large grammar is freed on the builder's thread,
-        because this may drop the last reference to it."""
+        """Remove a request that has ended. This may drop the last reference to a large grammar, so
+        the grammar is freed on the builder's thread."""
         gone = [self._followed.pop(name)]
         if gone[0].grammar.num_bytes >= LARGE_BYTES:
             self._compiler.free(gone)
@@ -390,7 +390,7 @@ class GrammarManager:
         self._wakeup()
 
     def _give_up(self, gone: Waiting) -> None:
-        """Drop the compilation of a request that no longer waits, unless others wait for it."""
+        """Drop the compilation of `gone`, which waits no more, unless others need it."""
         if all(each.compilation is not gone.compilation for each in self._waiting.values()):
             self._compiler.give_up(gone.compilation)
 
@@ -415,14 +415,14 @@ class GrammarManager:
         self._give_up(gone)
 
     def _note_hang(self, grammar: Grammar) -> None:
-        """Never use a matcher of this grammar again, and leave later grammars in their processes.
-        Called if a matcher did not return, which should not happen."""
+        """Mark a grammar of which a matcher did not return, which should not happen: its matchers
+        are not called again, and later grammars stay in their processes."""
         grammar.hangs = True
         self._compiler.stop_taking_over()
 
     def _free_rows(self, thinking: Sequence[tuple[_Followed, int]]) -> npt.NDArray[np.uint32]:
-        """Return mask rows `[rows, words]` for reasoning. They allow every token but those that end
-        the request, because its answer must still follow the grammar."""
+        """Return mask rows `[rows, words]` for reasoning. The rows allow every token except those
+        that end the request, because the answer must still follow the grammar."""
         num_rows = sum(count for _, count in thinking)
         rows = np.full((num_rows, -(-self._vocab_size // BITS)), ~np.uint32(0), np.uint32)
         at = 0
@@ -437,7 +437,7 @@ class GrammarManager:
     ) -> tuple[npt.NDArray[np.uint32], str | None]:
         """Return all rows of a request in order, and the result of `_settle_ends`. The order is:
         the grammar's row for the first token, the rows of the reasoning, the grammar's rows after
-        it."""
+        the reasoning."""
         before, behind = (
             rows[: across.free.start].copy(),
             rows[: across.num_rows - across.free.stop],
@@ -451,9 +451,9 @@ class GrammarManager:
     def _settle_ends(
         self, followed: _Followed, job: MaskJob, rows: npt.NDArray[np.uint32], first: int = 0
     ) -> str | None:
-        """Allow the ids that end this request exactly in rows at which its grammar may end. `first`
-        is the number of drafts before the first row. Return None if the request continues, else the
-        reason for its end ("" at the end of its grammar)."""
+        """Allow the request's end ids in the rows at which its grammar may end, and ban them in
+        others. `first` is the number of drafts before the first row. Return None if the request
+        continues, else the reason for its end ("" at the end of its grammar)."""
         request, own_ids, opener = followed.request, followed.own_ids, followed.thought.opener
         params = request.sampling_params
         missing = params.min_tokens - request.num_output_tokens - first

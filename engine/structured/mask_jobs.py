@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .base import Grammar, GrammarError, Matcher, Rows, Words, fill_drafts
 
-# Rows that take longer than this are made between steps, and their requests sit out a step.
+# Mask rows that take longer are made between steps; their requests are left out of a step.
 SLOW_SECONDS = 0.001
 CLOSE_SECONDS = 5.0
 HANGS = "the grammar of this request takes too long to follow; make it simpler"
@@ -17,8 +17,8 @@ OnHang = Callable[[Grammar], None]
 
 
 class Follower:
-    """The position of one answer in its grammar. `first_words` is the mask row at the beginning, if
-    it is made already; `first_seconds` is the CPU time of that row."""
+    """The position of one answer in its grammar. `first_words` is the mask row at the answer's
+    beginning, or None if it is not made yet; `first_seconds` is the CPU time of `first_words`."""
 
     def __init__(
         self,
@@ -30,15 +30,15 @@ class Follower:
         self.grammar = grammar
         self.tenant = tenant
         self._matcher: Matcher | None = None
-        self.is_bounded = grammar.is_bounded  # its matcher cannot hang
+        self.is_bounded = grammar.is_bounded  # the matcher cannot hang
         self.first_words = first_words
-        self.num_taken = 0  # output tokens accepted, or before the grammar
+        self.num_taken = 0  # output tokens accepted by the matcher or before the grammar
         self.first_seconds = first_seconds
-        # Seconds of the last row, or of a longer row before it; infinite: unknown.
+        # Seconds of the last row, or half of those noted before if that is more; infinite: unknown.
         self.row_seconds = math.inf
-        self.ahead: AheadRow | None = None  # its next row, while it is made between steps
-        self.failed = ""  # the error of the row `ahead`
-        self.num_white = 0  # white tokens at the end, with no others allowed
+        self.ahead: AheadRow | None = None  # the next row, while a thread makes it
+        self.failed = ""  # the error in making `ahead`
+        self.num_white = 0  # white tokens at the answer's end, with no others allowed
 
     @property
     def matcher(self) -> Matcher:
@@ -48,8 +48,8 @@ class Follower:
 
     def note_seconds(self, seconds: float) -> None:
         """Record how long a row took. The effect of a single slow row, perhaps an interrupted one,
-        fades over the next rows. Rows of separate processes are not recorded: they are always made
-        between steps, like rows of unknown time."""
+        fades over the next rows. Rows from separate processes are not recorded, since such rows are
+        always made between steps."""
         if self.grammar.is_apart:
             return
         before = self.row_seconds
@@ -62,7 +62,7 @@ class MaskJob:
     Rows after a refused draft token allow every token, because no answer uses them."""
 
     follower: Follower
-    new_tokens: Sequence[int]  # output tokens since the last mask
+    new_tokens: Sequence[int]  # the output tokens since the last mask
     drafts: Sequence[int] = ()
     error: str = ""
     ends: Sequence[bool] = ()  # with drafts: for each filled row, whether the text may end
@@ -73,7 +73,7 @@ class MaskJob:
 
     @property
     def is_made(self) -> bool:
-        """Whether the row exists already and only needs to be copied."""
+        """Whether the job's row exists already and only needs to be copied."""
         return self.follower.first_words is not None and not (self.new_tokens or self.drafts)
 
     def may_end(self, row: int = 0) -> bool:
@@ -106,12 +106,12 @@ class MaskJob:
 
 @dataclass(slots=True)
 class AheadRow:
-    """A row that a thread makes between steps. The step's thread reads it when `is_done` is
+    """A row that a thread makes between steps. The step's thread reads the row when `is_done` is
     True."""
 
     job: MaskJob
-    row: Rows  # one
-    is_later: bool  # known to take long: rows of unknown time go first
+    row: Rows  # one row
+    is_later: bool  # the row is slow; rows of unknown time are made first
     error: str = ""
     is_done: bool = False
 

@@ -7,12 +7,12 @@ slow masks during the forward pass.
 
 Passing a job to the second thread costs more than most jobs, and takes the interpreter's lock from
 the step. So the calling thread does the jobs of grammars that cannot hang (`is_bounded`) and were
-fast so far. These jobs run before the forward pass, while the CPU caches still hold their data.
+fast so far, before the forward pass, while the CPU caches still hold their data.
 
 A grammar that may hang runs in a process of its own, which is killed at a time limit
-(`processes/followed_apart.py`). If a matcher in the engine process hangs nevertheless, only its job
-fails. Its thread is abandoned, and a new thread does the other jobs. `on_hang` is called with the
-grammar, whose matchers are not used again."""
+(`processes/followed_apart.py`). If a matcher in the engine process hangs nevertheless, only the
+matcher's job fails. The hanging thread is abandoned, and a new thread does the other jobs.
+`on_hang` is called with the grammar, whose matchers are not used again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .processes.limited_thread import Job, Limit, LimitedThread
 logger = logging.getLogger(__name__)
 
 MASK_LIMIT = Limit(cpu_seconds=1.0)
-# Limits of the caller's own jobs: of each, and of all. A hand-over costs the step 0.3 to 0.9 ms.
+# Limits of the calling thread's jobs: each, and all. The second thread costs 0.3 to 0.9 ms a step.
 QUICK_SECONDS = 0.0003
 MOST_QUICK_SECONDS = 0.001
 _POLL_SECONDS = 0.02
@@ -49,7 +49,7 @@ class MaskMaker:
         self._thread: LimitedThread | None = None
         self._batch: _Batch | None = None
         self._rows = Rows(0, self._num_words)  # for batches that need no thread
-        self.num_handed_over = 0  # jobs that a thread did
+        self.num_handed_over = 0  # jobs that the second thread did
 
     @property
     def has_begun(self) -> bool:
@@ -60,15 +60,15 @@ class MaskMaker:
         return self._batch is None or self._batch.wait(0.0)
 
     def start_jobs(self, jobs: Sequence[MaskJob]) -> None:
-        """Do the fast jobs, and start the second thread on the others. `jobs` must not be empty,
-        and `wait_for_masks` must have returned the jobs of the previous call."""
+        """Do the fast jobs, and start the second thread on all other jobs. `jobs` must not be
+        empty, and `wait_for_masks` must have returned the jobs of the previous call."""
         starts: Sequence[int] = range(len(jobs))
         num_rows = len(jobs)
         if any(job.drafts for job in jobs):
             starts = [0, *accumulate([job.num_rows for job in jobs])]
             num_rows = starts[-1]
         quick, others = _divide(jobs)
-        if others:  # new rows: a thread left behind may write into the old
+        if others:  # new rows, since an abandoned thread may write to the old rows
             rows = Rows(num_rows, self._num_words)
         else:
             if num_rows > len(self._rows.words):
@@ -82,8 +82,8 @@ class MaskMaker:
         batch.run(quick)
 
     def wait_for_masks(self) -> tuple[Sequence[MaskJob], Rows, int]:
-        """Wait for the second thread. Return the jobs, `Rows`, and the number of rows of the jobs:
-        these are the first rows of `Rows`, in job order. The rows of a job with an error are
+        """Wait for the second thread. Return the jobs, `Rows`, and the number of rows of the jobs,
+        which are the first rows of `Rows`, in job order. The rows of a job with an error are
         invalid. All rows are valid until the next `start_jobs`."""
         batch = self._batch
         assert batch is not None
@@ -175,8 +175,8 @@ class _Batch:
         self._is_done.set()
 
     def run(self, places: Sequence[int]) -> None:
-        """Do these jobs, and record the seconds per row of each. An exception becomes the job's
-        error."""
+        """Do the jobs at `places`, and record each job's seconds per row. An exception becomes the
+        job's error."""
         cpu, began = time.thread_time(), time.perf_counter()
         for place in places:
             job, is_made = self.jobs[place], self.jobs[place].is_made
@@ -190,13 +190,13 @@ class _Batch:
             ended = time.perf_counter()
             if not is_made:
                 seconds = ended - began
-                if seconds > QUICK_SECONDS:  # slow, or interrupted
+                if seconds > QUICK_SECONDS:  # a slow job, or an interrupted one
                     seconds = min(seconds, time.thread_time() - cpu)
                 job.follower.note_seconds(seconds / job.num_rows)
             began = ended
 
     def without_hung_one(self) -> _Batch:
-        """Return a batch that continues after the hanging job, which fails. The hanging thread may
+        """Return a batch of the jobs after the hanging job, which fails. The hanging thread may
         still write to the rows and errors of the old batch."""
         rows = Rows(*self.rows.words.shape)
         rows.words[:] = self.rows.words

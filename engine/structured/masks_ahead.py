@@ -44,13 +44,13 @@ class AheadMaker:
         self._limit = limit
         self._wakeup = wakeup
         self._on_hang = on_hang or note_hang
-        self._lanes: dict[Grammar | None, _Lane] = {}  # None: grammars in the engine
+        self._lanes: dict[Grammar | None, _Lane] = {}  # by grammar in a process; None: all others
         self._open: list[AheadRow] = []
         self.num_made = 0
 
     @property
     def is_due(self) -> bool:
-        """Whether `take_note` has a finished row to process, or a hanging row to give up."""
+        """Whether `take_note` has a finished row to process, or a hanging row to fail."""
         return bool(self._open) and (any(each.is_done for each in self._open) or self._hangs())
 
     @property
@@ -58,9 +58,9 @@ class AheadMaker:
         return len(self._open)
 
     def is_ready(self, follower: Follower, output: Sequence[int], start: int) -> bool:
-        """Whether a step need not wait for the row after `output`: the row is made, cannot be made,
-        or is fast to make. If the step would have to wait, a thread starts to make the row. The
-        grammar applies to `output` from index `start` on."""
+        """Whether a step has the row after `output` without a long wait: the row is made, cannot be
+        made, or is fast to make. If not, a thread starts to make the row. The grammar applies to
+        `output` from index `start` on."""
         ahead = follower.ahead
         if ahead is not None:
             if not ahead.is_done:
@@ -142,7 +142,7 @@ class AheadMaker:
         def begin() -> None:
             lane.at = ahead
 
-        if ahead.lane is None:  # a lane of a process only waits
+        if ahead.lane is None:  # a thread of a process's lane only waits
             thread.give_way()
         if not thread.next_piece(begin):
             return
@@ -177,7 +177,7 @@ class _Turns:
     def __init__(self) -> None:
         self._first: FairQueue[Job] = FairQueue()
         self._later: FairQueue[Job] = FairQueue()
-        self._count: queue.SimpleQueue[bool] = queue.SimpleQueue()  # an entry for each job
+        self._count: queue.SimpleQueue[bool] = queue.SimpleQueue()  # has an entry for each job
         self._has_ended = False
 
     def put(self, tenant: str, job: Job, *, is_later: bool) -> None:
@@ -202,8 +202,7 @@ class _Turns:
 
 class _Lane:
     """A thread and its jobs. One lane serves all grammars that run in the engine process. Each
-    grammar that runs in a process of its own has a lane of its own, so that no other row waits for
-    that process."""
+    grammar in a separate process has its own lane, so that no other row waits for this process."""
 
     def __init__(self) -> None:
         self.jobs = _Turns()

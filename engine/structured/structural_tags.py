@@ -17,8 +17,7 @@ from .base import GrammarError
 
 
 class Tag(NamedTuple):
-    """The text that begins a tagged part, the JSON schema of the part, and the text that ends
-    it."""
+    """A tagged part: the text that begins it, its JSON schema, and the text that ends it."""
 
     begin: str
     schema: dict[str, Any]
@@ -26,15 +25,15 @@ class Tag(NamedTuple):
 
 
 class Tags(NamedTuple):
-    """Tags within free text. Each tag begins with one of the triggers."""
+    """The tags that may occur within free text. Each tag begins with one of the triggers."""
 
     triggers: list[str]
     tags: list[Tag]
 
 
 def read_tags(text: str) -> Tags:
-    """Return the tags of a structural tag in JSON. Raises GrammarError, which names the position,
-    for other formats and for invalid tags."""
+    """Return the tags in the JSON `text` of a structural tag. Raises GrammarError, which names the
+    position, for formats without triggered tags and for invalid tags."""
     given = json.loads(text)
     if "structures" in given:
         return _checked(given, "structures", "")

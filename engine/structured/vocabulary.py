@@ -28,7 +28,7 @@ class NoVocabulary(ValueError):
 class Vocabulary:
     """The bytes of a model's tokens. `tokens[i]` are the bytes of token i, `b""` for special tokens
     and for ids that the tokenizer lacks; there is an entry for each of the model's logits. An
-    answer may contain no token without bytes except `end_ids`, the model's own end tokens."""
+    answer must not contain a token without bytes, except `end_ids`, the model's end tokens."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class Vocabulary:
 
     @classmethod
     def load(cls, directory: Path, vocab_size: int, end_ids: Sequence[int]) -> Vocabulary:
-        """Read the vocabulary from a model's directory. Raises NoVocabulary if it has no
-        tokenizer."""
+        """Read the vocabulary from a model's directory. Raises NoVocabulary for a directory without
+        a tokenizer."""
         path = directory / _FILE
         if not is_there(path):
             raise NoVocabulary(
@@ -66,7 +66,7 @@ class Vocabulary:
 
     def spell(self, text: bytes) -> list[int]:
         """Return tokens with the bytes of this text: the tokenizer's tokens if their bytes match
-        exactly, else the longest tokens that fit, from the left. Bytes that no token has are left
+        exactly, else the longest tokens that fit, from the left. A byte that is in no token is left
         out."""
         if self._encode is not None:
             try:
@@ -99,7 +99,7 @@ def _reader_of(settings: dict[str, Any]) -> Callable[[str], bytes]:
 
 
 def _parts(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield a decoder and all its parts."""
+    """Yield a decoder and, for a sequence of decoders, all its parts."""
     if decoder:
         yield decoder
         for part in decoder.get("decoders") or ():

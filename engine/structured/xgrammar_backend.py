@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars by xgrammar, the fastest at masks. `xgrammar_scope.py` decides which grammars it may
-get."""
+"""XGrammarBackend: grammars with xgrammar, which is the fastest at masks. `xgrammar_scope.py`
+decides which grammars xgrammar may get."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class XGrammarBackend(Backend):
     """The xgrammar backend, which compiles on the calling thread."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        # Passed even if empty: without a list xgrammar finds end tokens by their names.
+        # The list is passed even if empty; without a list xgrammar finds end tokens by their names.
         ends = list(vocabulary.end_ids)
         self._info = info = xgrammar.TokenizerInfo(
             list(vocabulary.tokens),
@@ -52,7 +52,7 @@ class XGrammarBackend(Backend):
         return Form("xgrammar", text, grammar.is_bounded, grammar.num_bytes), grammar
 
     def build(self, spec: GrammarSpec, form: Form) -> Grammar:
-        """Deserialize the compiled grammar of the form, at some 30 ms per MB. Raises
+        """Deserialize the compiled grammar in `form`, which takes some 30 ms per MB. Raises
         GrammarError."""
         try:
             made = xgrammar.CompiledGrammar.deserialize_json(form.text, self._info)
@@ -88,8 +88,8 @@ class _XGrammar(Grammar):
 
 
 class _XGrammarMatcher(Matcher):
-    """A matcher that calls xgrammar's native functions directly, because the Python wrappers would
-    cost a step microseconds."""
+    """A matcher that calls xgrammar's native functions directly, because xgrammar's Python wrappers
+    would cost each step microseconds."""
 
     def __init__(self, matcher: xgrammar.GrammarMatcher, end_ids: frozenset[int]) -> None:
         self._matcher = matcher
@@ -118,5 +118,5 @@ class _XGrammarMatcher(Matcher):
 
 
 def _plain(error: RuntimeError) -> str:
-    """Return the error on one line, without xgrammar's timestamp and source line."""
+    """Return the text of an error on one line, without xgrammar's timestamp and source line."""
     return _PLACE.sub("", " ".join(str(error).split()))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which grammars xgrammar may get. This module does not import xgrammar, which takes
-seconds.
+"""Decides which grammars xgrammar may get. This module does not import xgrammar, since the import
+takes seconds.
 
-xgrammar has no time limit, neither for compiling nor for a step. So `auto` gives xgrammar only
-grammars that are known to be fast (`why_untamed`). No setting gives it a grammar of which it would
-ignore a part (`why_unsupported`)."""
+xgrammar has no time limit, neither for compiling nor for a mask. So `auto` gives xgrammar only
+grammars that are known to be fast (`why_untamed`). No setting gives xgrammar a grammar of which it
+would ignore a part (`why_unsupported`)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MOST_PROPERTIES = 64
 MOST_OPTIONAL = 24  # optional properties; with 64 compiling takes two seconds
 MOST_SCHEMAS = 1000  # schemas inside one schema
 MOST_REPEATS = 256
-MOST_REGEX = 128  # letters; time grows with the cube of the number of optional parts
-# xgrammar accepts these keywords and ignores them. It heeds a string's length and pattern, but then
+MOST_REGEX = 128  # characters; compile time grows with the cube of optional parts
+# Keywords that xgrammar accepts and ignores, and a string's length and pattern, with which xgrammar
 # allows control characters and quotes that a JSON string must not hold.
 _UNSUPPORTED = frozenset({
     "minLength", "maxLength", "pattern",
@@ -35,7 +35,7 @@ _UNSUPPORTED = frozenset({
     "dependencies", "unevaluatedProperties", "unevaluatedItems", "minProperties", "maxProperties",
     "format", "$dynamicRef", "$anchor", "additionalItems", "contentEncoding",
 })  # fmt: skip
-# The keywords under which a schema holds schemas: by name, as a list, or a single schema.
+# The keywords whose value has further schemas: an object of schemas, a list, or one schema.
 _MAPS = ("properties", "$defs", "definitions")
 _LISTS = ("anyOf", "allOf", "prefixItems")
 _ONES = ("items", "additionalProperties")
@@ -44,7 +44,7 @@ _OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 # Beside a $ref, a choice or a constant, xgrammar ignores all other keywords.
 _BESIDE = ANNOTATIONS | {"$defs", "$id", "definitions", "format"}
 _REFERENCE = re.compile(r"#(/(\$defs|definitions)/(?P<name>[^/~%]+))?")
-_NAMES = {  # JSON's types in Python
+_NAMES = {  # JSON's names of Python's types
     "string": ("str",), "integer": ("int",), "number": ("int", "float"), "boolean": ("bool",),
     "null": ("NoneType",), "object": ("dict",), "array": ("list",),
 }  # fmt: skip
@@ -66,8 +66,8 @@ def text_of(spec: GrammarSpec) -> str:
 
 
 def why_unsupported(spec: GrammarSpec) -> str:
-    """Return the part of a grammar that xgrammar would accept but not enforce; "" if there is
-    none."""
+    """Return the part of a grammar that xgrammar would accept but not enforce; "" without such a
+    part."""
     if spec.whitespace_pattern:
         return "a whitespace_pattern"
     for place, schema in enumerate(_schemas_of(spec)):
@@ -84,7 +84,7 @@ def why_unsupported(spec: GrammarSpec) -> str:
 
 
 def _why_left_aside(schema: dict[str, Any]) -> str:
-    """Return the part of one schema that xgrammar would ignore; "" if there is none."""
+    """Return the part of one schema that xgrammar would ignore; "" without such a part."""
     if _count(schema.get("allOf")) > 1:
         return "an allOf of several JSON schemas"
     if "$ref" in schema and _target(schema["$ref"]) is None:
@@ -108,7 +108,7 @@ def _why_left_aside(schema: dict[str, Any]) -> str:
 
 
 def _are_of(values: list[Any], kinds: Any) -> bool:
-    """Whether every value has this JSON type or, for a list of types, one of them."""
+    """Whether every value has one of the JSON types `kinds` (one name or a list of names)."""
     names = {name for each in ([kinds] if isinstance(kinds, str) else kinds or ())
              for name in _NAMES.get(str(each), ())}  # fmt: skip
     return all(type(value).__name__ in names for value in values)
@@ -184,7 +184,7 @@ def _why_untamed_regex(pattern: str) -> str:
 
 
 def _schemas_of(spec: GrammarSpec) -> Iterator[dict[str, Any]]:
-    """Yield the JSON schemas of a grammar and all schemas inside them."""
+    """Yield the JSON schemas of a grammar and all schemas inside these schemas."""
     if spec.kind is Kind.JSON:
         yield from _all_in(json.loads(spec.text))
     elif spec.kind is Kind.STRUCTURAL_TAG:

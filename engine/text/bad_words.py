@@ -11,15 +11,15 @@ import msgspec
 from ..request.sampling_params import MAX_BAD_SEQUENCE_TOKENS, SamplingParams
 from .tokenizer import Tokenizer
 
-# An arbitrary text before the space: a tokenizer that marks the start of a text marks this text.
+# An arbitrary text before the space, so that a tokenizer's mark for the start of a text is on it.
 _ANCHOR = "a"
 
 
 def with_spelt_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
     """Return the parameters with the token ids of their bad words added to `bad_words_token_ids`.
 
-    A second call changes nothing. Raises ValueError without a tokenizer, and what `spell_bad_words`
-    raises."""
+    A second call changes nothing. Raises ValueError without a tokenizer, and the errors of
+    `spell_bad_words`."""
     if not params.bad_words:
         return params
     if tokenizer is None:
@@ -34,12 +34,12 @@ def spell_bad_words(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[i
     tokens around the word and without duplicates. Raises ValueError, which names the word, if the
     vocabulary cannot represent the word or the word takes too many tokens.
 
-    A word has one tokenization at the start of a text and often another one after a space:
+    A word is often tokenized in another way at the start of a text than after a space:
 
         byte-level    "word" → word       "a word" → a Ġword
         SentencePiece "word" → ▁word      "a word" → ▁a ▁word      the same, kept once
 
-    Both are returned, so spaces around a word have no effect."""
+    Both tokenizations are returned, so spaces around a word in the request have no effect."""
     spelt: dict[tuple[int, ...], None] = {}
     for word in words:
         spelt.update(dict.fromkeys(_spellings(tokenizer, word)))
@@ -52,7 +52,7 @@ def _spellings(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
         candidates = [_encode(tokenizer, bare), _encode_after_space(tokenizer, bare)]
     except ValueError as error:
         raise ValueError(f"bad_words must be valid texts, got {word!r}: {error}") from error
-    # Some vocabularies drop characters that they lack, or have one token for all of these.
+    # Some vocabularies drop characters that they lack, or have one token for all such characters.
     found = [ids for ids in candidates if ids and _same(_decode(tokenizer, ids), bare)]
     if not found:
         raise ValueError(
@@ -72,7 +72,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 
 def _encode_after_space(tokenizer: Tokenizer, word: str) -> tuple[int, ...]:
-    """Return the tokens after the anchor's tokens; empty if the two cannot be separated."""
+    """Return the word's tokens after `_ANCHOR` and a space; empty if tokens mix anchor and word."""
     anchor = _encode(tokenizer, _ANCHOR)
     whole = _encode(tokenizer, f"{_ANCHOR} {word}")
     return whole[len(anchor) :] if whole[: len(anchor)] == anchor else ()

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The incremental detokenizer: takes token ids as they are generated, and returns whole characters.
+"""The incremental detokenizer, which turns token ids, as they are generated, into whole characters.
 
 A character may be spread over several tokens, and a token's text may depend on the previous token
-(the space before a word). So tokens are decoded in a short window, together with the tokens before
-them:
+(the space before a word). So new tokens are decoded in a short window, together with earlier
+tokens:
 
     ids      ... | a b c | d e            window = a b c d e
                  ^ start ^ read           text(a b c) was returned before, so the rest of
                                           text(a b c d e) is returned now
 
-Text that ends in U+FFFD may end in half a character, which is held back until more tokens come."""
+Text that ends in U+FFFD may end in half a character, which is held back until the next tokens."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
-# After so many tokens without a clean end the output is no UTF-8.
+# After this many tokens without the end of a character, the output counts as invalid UTF-8.
 _MAX_PENDING_TOKENS = 24
-# Then only bytes that may still become a character are held back, at most 3.
+# In invalid UTF-8, only bytes that may still become a character are held back, at most 3.
 _MAX_HELD_CHARACTERS = 3
-# Tokens that are sure to contain these held characters, at 3 bytes each.
+# The number of last tokens that surely contains the held characters, at 3 bytes each.
 _HELD_TOKENS = 10
-# Tokens of the prompt that the first output token may depend on.
+# The number of prompt tokens on which the text of the first output token may depend.
 _CONTEXT_TOKENS = 6
 
 
@@ -34,7 +34,7 @@ class Decoder(Protocol):
 
 
 class HidingDecoder:
-    """A decoder that leaves out only the special tokens in `hidden`, not all special tokens."""
+    """A decoder that omits only the special tokens in `hidden` instead of all special tokens."""
 
     def __init__(self, decoder: Decoder, hidden: frozenset[int]) -> None:
         self._decoder, self._hidden = decoder, hidden
@@ -48,7 +48,7 @@ class HidingDecoder:
 class IncrementalDetokenizer:
     """The text of one growing sequence.
 
-    Joined, the results of `push_tokens` and `decode_rest` are the text that the output adds to the
+    The results of `push_tokens` and `decode_rest`, joined, are the text that the output adds to the
     prompt."""
 
     __slots__ = ("_decoder", "_given", "_ids", "_read", "_skip_special_tokens")
@@ -76,13 +76,13 @@ class IncrementalDetokenizer:
         if not text.endswith(REPLACEMENT):
             return self._advance(text)
         if len(token_ids) > 1:
-            # Add the tokens one at a time, so that all whole characters come out.
+            # Add the tokens one at a time, so that every whole character is returned.
             del self._ids[before:]
             return "".join([self.push_tokens([token]) for token in token_ids])
         if len(self._ids) - self._read > _MAX_PENDING_TOKENS:
             return self._shorten(text)
         # In some vocabularies all byte tokens of a run become replacement characters together, even
-        # byte tokens whose character was returned already. Then no text is added.
+        # byte tokens whose character was returned already; no text is added in this case.
         given, stable = self._given_of(text), text.rstrip(REPLACEMENT)
         if len(stable) <= len(given) or not stable.startswith(given):
             return ""
@@ -90,7 +90,7 @@ class IncrementalDetokenizer:
         return stable[len(given) :]
 
     def decode_rest(self) -> str:
-        """Return the rest of the text. Half a character becomes U+FFFD."""
+        """Return the remaining text. Half a character becomes U+FFFD."""
         return self._advance(self._decode_ids(self._ids))
 
     def _context_of(self, prompt_token_ids: Sequence[int]) -> list[int]:
@@ -112,8 +112,8 @@ class IncrementalDetokenizer:
         new = text[len(self._given_of(text)) :]
         newest = self._ids[self._read :]
         alone = self._decode_ids(newest)
-        # Keep the window after tokens without text (special tokens): they do not show how the next
-        # token joins. Keep it after the rest of a character too: it would spoil the bytes behind
+        # The window is kept after tokens without text (special tokens), which do not show how the
+        # next token joins, and after the rest of a character, which would corrupt the bytes after
         # it.
         joins = alone and not alone.startswith(REPLACEMENT)
         if joins or len(self._ids) > _MAX_PENDING_TOKENS:
@@ -124,7 +124,7 @@ class IncrementalDetokenizer:
         return new
 
     def _shorten(self, text: str) -> str:
-        """Return the text that is certain now, and keep a window with the last tokens."""
+        """Return the text that is certain now, and cut the window down to the last tokens."""
         new = _without_held_tail(text)[len(self._given_of(text)) :]
         self._ids = self._ids[-_HELD_TOKENS:]
         self._read = 0
@@ -132,8 +132,8 @@ class IncrementalDetokenizer:
         return new
 
     def _given_of(self, text: str) -> str:
-        """Return the part of `text` that was returned already. Half a character that was returned,
-        or that ends the prompt, may have become whole since then."""
+        """Return the part of `text` that earlier calls returned. Half a character that was
+        returned, or that ends the prompt, may have become whole meanwhile."""
         given = self._given
         for _ in range(_MAX_HELD_CHARACTERS):
             if text.startswith(given) or not given.endswith(REPLACEMENT):
@@ -148,7 +148,7 @@ class IncrementalDetokenizer:
 
 
 def _without_held_tail(text: str) -> str:
-    """Return the text without replacement characters at its end that may become a character."""
+    """Return the text without replacement characters at the end that may become a character."""
     end = len(text)
     while end > 0 and len(text) - end < _MAX_HELD_CHARACTERS and text[end - 1] == REPLACEMENT:
         end -= 1

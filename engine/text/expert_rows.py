@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins the routed experts in the outputs of a request into one array."""
+"""Joins the routed experts (of a mixture-of-experts model) in a request's outputs to one array."""
 
 from __future__ import annotations
 

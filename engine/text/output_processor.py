@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a request's token outputs into text: detokenizing, stop strings, the finish reason.
+"""Turns a request's output tokens into text, looks for stop strings, and sets the finish reason.
 
 The API server and the Python API share this module. The engine core handles only token ids, so this
 module looks for stop strings, and the client then aborts the request in the core."""
@@ -27,18 +27,18 @@ from .expert_rows import join_routed_rows
 from .reasoning import Thoughts
 from .tool_calls.base import CallPiece
 
-# More tokens than the first token's text can depend on.
+# More prompt tokens than the text of the first output token can depend on.
 _CONTEXT_TOKENS = 16
 
 _GOES_ON = TokenOutput(request_id="", new_token_ids=[])
 
 
 class StopStrings:
-    """Looks for the stop strings of one request in text that arrives in pieces. Joined, the results
-    of `filter_text` and `flush_held` are the text up to the first stop string.
+    """A search for the stop strings of one request in text that arrives in pieces. The results of
+    `filter_text` and `flush_held`, joined, are the text up to the first stop string.
 
-    `filter_text` holds back only text that may be the beginning of a stop string. So a match never
-    begins in text that was returned already."""
+    `filter_text` holds back only text that may begin a stop string. So a match never begins in text
+    that was returned already."""
 
     __slots__ = ("_begun", "_held", "_include", "_stops", "matched")
 
@@ -46,13 +46,13 @@ class StopStrings:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
-        # For each stop string, how much of its beginning ends the held text. The string cannot have
-        # begun earlier, so text that another stop string holds back is not searched again.
+        # For each stop string, how much of its beginning is at the end of the held text. A stop
+        # string cannot begin earlier, so text that another one holds back is not searched again.
         self._begun = [0] * len(self._stops)
         self.matched: str | None = None
 
     def filter_text(self, text: str) -> str:
-        """Add text, and return all text that is certain not to begin a stop string. A match sets
+        """Add text, and return all text that is certain to be before a stop string. A match sets
         `matched` and ends the text."""
         if self.matched is not None:
             return ""
@@ -73,13 +73,13 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush_held(self) -> str:
-        """Return the text that was held back, because it did not become a stop string."""
+        """Return the held text, which did not become a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, text: str, num_held: int) -> tuple[int, str] | None:
-        """Return the match that begins first. If several begin there, return the first stop string
-        in the list."""
+        """Return the match that begins first; of matches that begin at one place, return that of
+        the first stop string in the list."""
         best: tuple[int, str] | None = None
         for stop, begun in zip(self._stops, self._begun, strict=True):
             start = text.find(stop, num_held - begun)
@@ -101,7 +101,7 @@ def _overlap(text: str, stop: str, most: int) -> int:
 class TextOutput:
     """New output of one request: the fields of `TokenOutput`, and the text."""
 
-    # Whole characters, certain to precede any stop string; without thoughts that are split off.
+    # Whole characters before any stop string, without reasoning that is split off.
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -114,17 +114,17 @@ class TextOutput:
     logprobs: list[PositionLogprobs] | None = None  # one for each of `token_ids`
     prompt_logprobs: PromptLogprobs | None = None
     ticket: Ticket | None = None
-    reasoning: str = ""  # the text of thoughts
-    tool_calls: list[CallPiece] = field(default_factory=list)  # filled if a parser is used
-    num_reasoning_tokens: int = 0  # counted now, perhaps in earlier `token_ids`
+    reasoning: str = ""  # the text of reasoning
+    tool_calls: list[CallPiece] = field(default_factory=list)  # empty without a parser
+    num_reasoning_tokens: int = 0  # counted with this output, perhaps of earlier tokens
     embedding: bytes | None = None  # the prompt's embedding, if requested
-    # In the last output, if experts are requested: uint8 or uint16 `[tokens, layers with experts,
+    # In the last output, if requested: experts, uint8 or uint16 `[tokens, layers with experts,
     # experts of a token]`, from the first token that the request names to the last but one.
     routed_experts: npt.NDArray[np.integer[Any]] | None = None
 
 
 class OutputProcessor:
-    """Makes the text of one request. Without a tokenizer there is no text, and stop strings raise
+    """The maker of one request's text. Without a tokenizer there is no text, and stop strings raise
     ValueError. With `thoughts`, reasoning is split off."""
 
     def __init__(
@@ -136,7 +136,7 @@ class OutputProcessor:
     ) -> None:
         if tokenizer is None and params.stop:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids instead")
-        # No stop strings for JSON: they must not end it before it is complete, and no text follows.
+        # JSON has no stop strings: they must not end it before it is complete, and no text follows.
         stops = () if _is_json(params) else params.stop
         context = unpack_token_ids(prompt_token_bytes[-_CONTEXT_TOKENS * BYTES_PER_TOKEN :])
         self._params = params
@@ -181,7 +181,7 @@ class OutputProcessor:
         if output.routed_experts is not None:
             self._routed += output.routed_experts
         if self._routed and result.finish_reason is not None:
-            # The model chose the last token but did not compute it.
+            # The last token was sampled but not computed, so it has no experts.
             end = self._num_prompt_tokens + self._num_tokens - 1
             result.routed_experts = join_routed_rows(self._routed, end)
         if output.logprobs is not None:
@@ -207,17 +207,17 @@ class OutputProcessor:
         result.text += text
 
     def _take_until_stop(self, output: TokenOutput, result: TextOutput) -> None:
-        """Append tokens one by one, so that the tokens end at the end of a stop string."""
+        """Append tokens one by one, so that no token after a stop string is appended."""
         last = len(output.new_token_ids) - 1
         for index, token in enumerate(output.new_token_ids):
             piece = TextOutput()
-            # Only the last token may have ended the request.
+            # A finish reason of the core belongs to the last token.
             self._append_tokens([token], output if index == last else _GOES_ON, piece)
             result.token_ids.append(token)
             self._add_checked(piece.text, result)
             if self._stops.matched is not None:
                 result.finish_reason, result.stop_reason = "stop", self._stops.matched
-                if result.timings is None:  # the core does not know about this end
+                if result.timings is None:  # a stop string ended the request, not the core
                     result.timings = self._timings_now()
                 return
         if output.finish_reason is not None:
@@ -234,15 +234,15 @@ class OutputProcessor:
         return {**self._first_timings, "decode_seconds": decode, "total_seconds": total}
 
     def _add_checked(self, text: str, result: TextOutput) -> None:
-        """Append text, filtered for stop strings. Text of the first `min_tokens` tokens cannot
-        contain or begin a stop string."""
+        """Append text, filtered for stop strings. No stop string is looked for in the text of the
+        first `min_tokens` tokens."""
         if self._num_tokens < self._params.min_tokens:
             result.text += text
         else:
             result.text += self._stops.filter_text(text)
 
     def _shown(self, token_ids: list[int], output: TokenOutput) -> list[int]:
-        """Return the tokens whose text is output: all except a token that ended the request."""
+        """Return the tokens whose text is output: all but a token that ended the request."""
         has_end = output.finish_reason == "stop" and not output.ends_without_token
         if has_end and not self._params.include_stop_str_in_output:
             return token_ids[:-1]
@@ -262,8 +262,8 @@ async def generate_text(
     thoughts: Thoughts | None = None,
 ) -> AsyncGenerator[TextOutput, None]:
     """Run one request and yield its text as it grows; `thoughts` splits reasoning off. The last
-    output has a finish reason. Numbers of cached tokens are given for every tier, even if they are
-    0.
+    output has a finish reason. Outputs have the number of cached tokens of every tier, even if it
+    is 0.
 
     A stop string, or closing the generator early, aborts the request in the core. Raises what
     `EngineClient.generate` raises."""

@@ -3,13 +3,13 @@
 prompt.
 
 A tokenizer may join characters across the border of two parts. So `add_part` returns only the
-tokens before the last word of the text (the *told* tokens). Whenever the text is tokenized again,
-its tokens are compared with the told ones:
+tokens before the last word of the text. Whenever the text is tokenized again, its tokens are
+compared with the tokens that were returned (`told`):
 
     parts    "The quick br" "own fox"
     told     The quick      brown       at the end also: fox
 
-If the two differ nevertheless, only the told tokens before the difference are valid. A text is
+If a returned token differs nevertheless, only the returned tokens before it are valid. A text is
 tokenized again after it has grown by a sixteenth, so that many small parts take only a few times as
 long as the whole text."""
 
@@ -20,16 +20,16 @@ from itertools import count
 
 from .tokenizer import PromptTooLong, Tokenizer
 
-_LEAST_GROWTH = 64  # characters
+_LEAST_GROWTH = 64  # characters, between two tokenizations
 _GROWTH_SHARE = 16
 _SPACES = " \n\t\r"
 
 
 class PromptParts:
     """The parts of one prompt, texts or lists of token ids in any order. An invalid part raises
-    ValueError and has no effect: a text without a tokenizer, invalid Unicode, or (PromptTooLong)
-    tokens beyond `max_tokens`. With `add_special_tokens`, a text at the start of the prompt gets
-    the special tokens that the tokenizer puts around a text."""
+    ValueError and has no effect; invalid are a text without a tokenizer, invalid Unicode, and
+    (PromptTooLong) tokens beyond `max_tokens`. With `add_special_tokens`, a text at the start of
+    the prompt gets the special tokens that the tokenizer puts around a text."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, max_tokens: int, *, add_special_tokens: bool = True
@@ -38,10 +38,10 @@ class PromptParts:
         self._add_special_tokens = add_special_tokens
         self._fixed: list[int] = []  # the tokens before the text that still grows
         self._text = ""
-        self._num_cut = 0  # length of `_text` when it was tokenized last
+        self._num_cut = 0  # length of `_text` at its last tokenization
         self._told: list[int] = []
-        self._num_right = 0  # so many first tokens of `_told` are the prompt's
-        self._num_checked = 0  # so many of these are certain to stay the prompt's
+        self._num_right = 0  # first tokens of `_told` that equal the prompt's
+        self._num_checked = 0  # first tokens of `_told` that will stay equal
 
     @property
     def num_characters(self) -> int:
@@ -59,7 +59,7 @@ class PromptParts:
         return self._fixed
 
     def add_part(self, part: str | Sequence[int]) -> list[int]:
-        """Add a part. Return further tokens of the prompt, which from now on count as told."""
+        """Add a part. Return further tokens of the prompt."""
         if not isinstance(part, str):
             self._fix(part)
             return self._tell(self._fixed)
@@ -68,14 +68,14 @@ class PromptParts:
             self._text = text
             return []
         end = _end_of_words(text)
-        # The last token may be a special token that ends every text.
+        # The last token may be a special token that the tokenizer puts after every text.
         cut = self._encode(text[:end])[:-1] if end else []
         self._text, self._num_cut = text, len(text)
         return self._tell(self._fixed + cut)
 
     def end_prompt(self, part: str | Sequence[int] = "") -> tuple[int, list[int]]:
-        """Add the last part. Return how many of the told tokens are valid, and the prompt's tokens
-        after them."""
+        """Add the last part. Return how many tokens of `told` are valid, and the prompt's tokens
+        after the valid ones."""
         if isinstance(part, str):
             text = self._joined(part)
             self._fixed = self._fixed + (self._encode(text) if text else [])
@@ -86,7 +86,7 @@ class PromptParts:
         return self._num_right, self._fixed[self._num_right :]
 
     def _tell(self, known: list[int]) -> list[int]:
-        """Return the tokens that are new in `known`; none if told tokens differ from it."""
+        """Return the tokens of `known` after those in `told`; none if a token in `told` differs."""
         self._check_told(known)
         if self._num_right < len(self._told):
             return []
@@ -96,8 +96,8 @@ class PromptParts:
         return new
 
     def _check_told(self, known: list[int]) -> None:
-        """Count the told tokens that equal the first tokens of `known`. Fixed tokens are compared
-        once only."""
+        """Count the tokens in `told` that equal the first tokens of `known`. Fixed tokens are
+        compared once only."""
         start = min(self._num_checked, self._num_right)
         pairs = zip(count(start), self._told[start:], known[start:], strict=False)
         differs = next((place for place, told, own in pairs if told != own), None)
@@ -105,7 +105,7 @@ class PromptParts:
         self._num_checked = min(len(self._fixed), self._num_right)
 
     def _fix(self, part: Sequence[int]) -> None:
-        """Fix the tokens of the text, which is complete now, and the tokens of the part after
+        """Add to `_fixed` the tokens of the text, which is complete now, and of the part after
         it."""
         text = self._encode(self._text) if self._text else []
         if (num_tokens := len(self._fixed) + len(text) + len(part)) > self._max_tokens:
@@ -142,6 +142,6 @@ class PromptParts:
 
 
 def _end_of_words(text: str) -> int:
-    """Return the index after the last word whose end is certain; 0 if there is none."""
+    """Return the index after the last word whose end is certain; 0 without such a word."""
     last = max(text.rfind(space) for space in _SPACES)
     return len(text[: last + 1].rstrip())

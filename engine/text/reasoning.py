@@ -20,8 +20,8 @@ from ..request.sampling_params import MAX_REASONING_MARK_TOKENS, SamplingParams
 from .detokenizer import Decoder, HidingDecoder
 from .tokenizer import Tokenizer
 
-NONE = "none"  # given in place of a mark: answers are not split
-# Start and end, looked for in this order.
+NONE = "none"  # the value of a mark with which answers are not split
+# Well-known pairs of a start and an end mark, in the order of the search.
 WELL_KNOWN_MARKS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -29,19 +29,19 @@ WELL_KNOWN_MARKS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("◁think▷", "◁/think▷"),
 )
-# Stands before a mark to find the mark's tokens: some tokenizers mark the start of a text.
+# The text before a mark when its tokens are found, since some tokenizers mark a text's start.
 _ANCHOR = "\n"
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """The reasoning marks of one model. Neither text contains the other."""
+    """The reasoning marks of one model. Neither mark's text contains the other's."""
 
     start: str
     end: str
     start_token_ids: tuple[int, ...]
     end_token_ids: tuple[int, ...]
-    # Special tokens to leave out of a text that must show these marks; None: every text shows them.
+    # Special tokens to omit from a text that must show the marks; None: every text shows the marks.
     hidden_token_ids: frozenset[int] | None = None
 
     def is_open(self, prompt: str, *, goes_on: bool = False) -> bool:
@@ -54,9 +54,9 @@ class ReasoningMarks:
 
 
 def find_marks(tokenizer: Tokenizer | None, start: str, end: str) -> ReasoningMarks | None:
-    """Return the marks `start` and `end`. If both are empty, return well-known marks that are
-    tokens of the vocabulary. Return None if there are no marks, or if either is `none`. Raises
-    ConfigError for a mark that the tokenizer cannot represent."""
+    """Return the marks `start` and `end`. If `start` and `end` are empty, return well-known marks
+    that are tokens of the vocabulary. Return None if no marks are found, or if `start` or `end` is
+    `none`. Raises ConfigError for a mark that the tokenizer cannot represent."""
     if NONE in (start, end):
         return None
     if start or end:
@@ -82,10 +82,10 @@ def find_marks(tokenizer: Tokenizer | None, start: str, end: str) -> ReasoningMa
 def with_reasoning_marks(
     params: SamplingParams, marks: ReasoningMarks | None, *, are_split: bool = False
 ) -> SamplingParams:
-    """Return the parameters with the token ids of the marks, if they need marks and have none of
-    their own. A reasoning budget needs marks. A grammar needs them if reasoning is split off
-    (`are_split`), because it then begins after the reasoning. Raises ValueError for a budget
-    without known marks, and for bad words that ban the end mark."""
+    """Return the parameters with the token ids of the marks, if the parameters need marks and have
+    none. A reasoning budget needs marks. A grammar needs marks if reasoning is split off
+    (`are_split`), because the grammar then begins after the reasoning. Raises ValueError for a
+    budget without known marks, and for bad words that ban the end mark."""
     if params.thinking_token_budget is None and (
         not are_split or params.structured_outputs is None or marks is None
     ):
@@ -120,7 +120,7 @@ def _marks_of(
 
 
 def _spelt(flag: str, tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Return the tokens of a mark that stands at the beginning of a line."""
+    """Return the tokens of a mark that is at the beginning of a line."""
     token_id = tokenizer.token_id(text)
     if token_id is not None:
         return (token_id,)
@@ -152,10 +152,10 @@ class SplitText(NamedTuple):
 
 
 class ReasoningSplitter:
-    """Splits text that arrives in pieces into reasoning and content. The marks belong to neither.
+    """A splitter of text that arrives in pieces. Marks are neither reasoning nor content.
 
-    The splitter holds back only text that may be the beginning of a mark. A mark without effect (a
-    start mark in reasoning, an end mark outside) is left out too."""
+    The splitter holds back only text that may begin a mark. A mark without effect (a start mark
+    within reasoning, an end mark outside) is omitted too."""
 
     __slots__ = ("_held", "_marks", "is_inside")
 
@@ -165,7 +165,7 @@ class ReasoningSplitter:
         self.is_inside = is_inside
 
     def split_text(self, text: str) -> SplitText:
-        """Add text, and return the part whose kind is certain."""
+        """Add text, and return the part that is certainly reasoning or certainly content."""
         sides: dict[bool, list[str]] = {True: [], False: []}
         rest = self._held + text
         while found := self._first_mark(rest):
@@ -178,7 +178,7 @@ class ReasoningSplitter:
         return SplitText("".join(sides[True]), "".join(sides[False]))
 
     def flush_text(self) -> SplitText:
-        """Return the text that was held back, because it did not become a mark."""
+        """Return the held text, which did not become a mark."""
         held, self._held = self._held, ""
         return SplitText(held, "") if self.is_inside else SplitText("", held)
 
@@ -196,7 +196,7 @@ def _num_begun(text: str, mark: str) -> int:
 
 
 class Thoughts:
-    """The reasoning in one answer: its text, apart from the content, and its number of tokens."""
+    """Splits one answer into reasoning and content, and counts the reasoning tokens."""
 
     __slots__ = ("_counter", "_included", "_kept", "_marks", "_splitter", "_streamed")
 
@@ -209,7 +209,7 @@ class Thoughts:
         streamed: bool = True,
     ) -> None:
         """`is_inside`: the prompt ends within reasoning. Without `included` the text of the
-        reasoning is dropped. Without `streamed` the reasoning is returned as a whole when it has
+        reasoning is dropped. Without `streamed` the whole reasoning is returned when it has
         ended."""
         self._marks, self._included, self._streamed = marks, included, streamed
         self._splitter = ReasoningSplitter(marks.start, marks.end, is_inside=is_inside)

@@ -35,15 +35,15 @@ ROLES = (
 _LISTS = ("extra_special_tokens", "additional_special_tokens")
 _DECODER = "added_tokens_decoder"
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
-# Tokenizer classes that put a space before a text once. They put a space after each special token
-# only if their configuration has `legacy: true`.
+# Tokenizer classes that put one space before a text, and a space after each special token only if
+# their configuration has `legacy: true`.
 _WITH_LEGACY = ("LlamaTokenizer", "LlamaTokenizerFast")
 _SPACE = "\u2581"
 
 
 def read_settings(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a tokenizer, merged with the content of the two older files.
-    Raises ConfigError for a damaged file."""
+    """Return a tokenizer's configuration, merged with special_tokens_map.json and
+    added_tokens.json. Raises ConfigError for a damaged file."""
     settings = dict(config)
     if _DECODER in settings:
         return settings
@@ -104,7 +104,7 @@ def add_tokens(fast: FastTokenizer, settings: Mapping[str, Any], origin: Path) -
 
 
 def _with_names(settings: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield all special tokens that have a role or another name."""
+    """Yield all special tokens that have a role (such as `bos_token`) or another name."""
     others = [name for name in settings if name.endswith("_token") and name not in ROLES]
     for name in (*ROLES, *others):
         value = settings.get(name)

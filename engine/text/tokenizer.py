@@ -22,13 +22,13 @@ from .special_tokens import add_tokens, read_settings
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-# File limits: the largest vocabularies take some 35 MiB; settings can hold thousands of tokens.
+# Limits of file sizes: the largest vocabularies take some 35 MiB.
 MAX_TOKENIZER_BYTES = 512 * 1024**2
 MAX_SETTINGS_BYTES = 16 * 1024**2
 
-# Normalisation can shorten a text before tokenizing, but hardly by more than this factor.
+# The factor by which normalization may shorten a text before tokenization, at most.
 _NORMALISATION_SHRINKS = 4
-# So many tokens take less than a millisecond to decode, and a call that keeps the lock is faster.
+# So many tokens decode in less than a millisecond; keeping the interpreter's lock is then faster.
 _MAX_LOCKED_TOKENS = 4096
 
 
@@ -45,7 +45,7 @@ class Tokenizer:
         config: Mapping[str, object] | None = None,
         digest: str = "",
     ) -> None:
-        # A saved file may still have the truncation and padding of a training run.
+        # A saved file may have the truncation and padding settings of a training run.
         fast.no_truncation()
         fast.no_padding()
         self._fast = fast
@@ -57,8 +57,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Read the tokenizer from a model's Hugging Face directory. Raises ConfigError if it is
-        missing or damaged."""
+        """Read the tokenizer from a model's Hugging Face directory. Raises ConfigError if the
+        tokenizer is missing or damaged."""
         tokenizer = cls.load_if_present(directory)
         if tokenizer is None:
             raise ConfigError(
@@ -115,8 +115,8 @@ class Tokenizer:
             self.check_length(text, max_tokens)
         try:
             with _panics_are_errors():
-                # A batch of one: `encode` would hold the interpreter's lock, for a second if text
-                # is long.
+                # A batch of one text, since `encode` would hold the interpreter's lock, for long
+                # texts a second.
                 (encoding,) = self._fast.encode_batch_fast(
                     [text], add_special_tokens=add_special_tokens
                 )
@@ -138,16 +138,16 @@ class Tokenizer:
         """Return the text of token ids. Ids outside the vocabulary have no text."""
         if len(token_ids) <= _MAX_LOCKED_TOKENS:
             return str(self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens))
-        # A batch of one releases the interpreter's lock; see `encode`.
+        # A batch of one text, as in `encode`, releases the interpreter's lock.
         (text,) = self._fast.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return str(text)
 
     def token(self, token_id: int) -> str | None:
-        """Return a token as the vocabulary writes it; None for an id outside the vocabulary."""
+        """Return a token in the vocabulary's spelling; None for an id outside the vocabulary."""
         return self._fast.id_to_token(token_id)
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token as the vocabulary writes it; None for an unknown token."""
+        """Return the id of a token in the vocabulary's spelling; None for an unknown token."""
         return self._fast.token_to_id(token)
 
     @cached_property
@@ -165,15 +165,15 @@ class Tokenizer:
     def special_token(self, name: str) -> str | None:
         """Return the text of the special token with a role such as `bos_token` or `eos_token`."""
         value = self._config.get(name)
-        if isinstance(value, dict):  # the token is written with its flags
+        if isinstance(value, dict):  # an object with the token's text and flags
             value = value.get("content")
         return value if isinstance(value, str) else None
 
 
 @contextmanager
 def _panics_are_errors() -> Iterator[None]:
-    """Turn a panic of the Rust library into a RuntimeError. The panic is not an Exception, so it
-    would end a server."""
+    """Turn a panic of the Rust library into a RuntimeError. A panic is no `Exception`; unhandled,
+    it would end the server."""
     try:
         yield
     except BaseException as error:

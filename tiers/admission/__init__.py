@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters that decide whether a block is worth writing. Never imports torch or the engine.
+"""Admission filters, which decide whether a block is worth a write to disk. Imports no engine code.
 
 base        the contract of a filter, and the filter that admits every block
 filters     filters by name, and filters without a model     reuse    the filter with a model

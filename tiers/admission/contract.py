@@ -11,13 +11,13 @@ from collections.abc import Callable
 from ..contract import ContractBroken
 from .base import AdmissionFilter
 
-BLOCKS = 16  # that the tier below can hold
+BLOCKS = 16  # blocks that the tier below can hold
 _PROMPTS = 60
 
 
 def check_filter_contract(make: Callable[[int], AdmissionFilter]) -> None:
-    """Check everything on which `Hierarchy` relies. `make` takes the number of blocks that the tier
-    below can hold. Raises ContractBroken with the expected and the actual value."""
+    """Check what `Hierarchy` relies on. `make` takes the number of blocks that the tier below can
+    hold. Raises ContractBroken with the expected and the actual value."""
     admission = make(BLOCKS)
     if not isinstance(admission, AdmissionFilter):
         raise ContractBroken(f"expected an AdmissionFilter, got {type(admission).__name__}")
@@ -25,7 +25,7 @@ def check_filter_contract(make: Callable[[int], AdmissionFilter]) -> None:
         raise ContractBroken(f"expected `learns` to be True or False, got {admission.learns!r}")
     _check_verdicts(admission, [], 0.0)
     for number in range(_PROMPTS):
-        # Prompts that come back, some of them never announced.
+        # Chains of repeated prompts, some of which are not passed to `observe`.
         chain = [b"%d/%d" % (number % 7, depth) for depth in range(1 + number % 9)]
         now = 0.5 * number
         if number % 3:

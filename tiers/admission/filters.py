@@ -13,11 +13,11 @@ from .base import AdmissionFilter, AdmitAll
 from .contract import check_filter_contract
 from .reuse import ReuseFilter
 
-# A use saves about fifty times the cost of a write: with the embedded model on two cores 3.1 ms
-# against 0.06 ms of processor time. Not measured on a GPU.
+# The least share of written blocks to be read again. A read saves some fifty times a write's cost:
+# 3.1 ms against 0.06 ms with the embedded model on two cores (not measured on a GPU).
 MIN_USES = 0.02
-SAMPLE = 8  # one stretch in so many is written
-STRETCHES = 64  # stretches in one turnover; a stretch has at least MIN_STRETCH blocks
+SAMPLE = 8  # while sampling, one of SAMPLE stretches is written
+STRETCHES = 64  # stretches per turnover of the tier; of MIN_STRETCH blocks or more
 MIN_STRETCH = 16
 
 CAPACITIES = 4
@@ -30,17 +30,17 @@ BURST_SECONDS = 3_600.0
 ENTRY_POINTS = "stratakv.admission"
 
 DEFAULT_FILTER = "while-used"
-ALIASES = {"second-sight": "doorkeeper"}  # names of earlier versions
+ALIASES = {"second-sight": "doorkeeper"}  # older name → name
 
 
 class WhileUsed(AdmissionFilter):
     """Admits every block to a tier of `blocks_below` blocks, until too few of them are reused.
 
-    If a disk was filled once and hardly any of its blocks were read again, writing costs more than
-    it gains: it wears the disk and takes processor time from the model. From then on, only one
-    stretch in eight of the blocks that the tier above evicts is written. The tier above evicts one
-    prompt after the other, so a stretch is mostly whole prompts, and the uses of this sample are
-    typical of all blocks. When the sample has enough uses, every block is written again.
+    If a disk was filled once and hardly any of its blocks were read again, writes cost more than
+    they gain: they wear the disk and take processor time from the model. From then on, only a
+    sample is written: one stretch in eight of the blocks that the slab evicts. The slab evicts one
+    prompt after the other, so a stretch is mostly whole prompts, and the sample is typical of all
+    blocks. When enough blocks of the sample are read again, every block is written again.
 
         written and read again, both fading over one turnover of the tier below
 
@@ -52,14 +52,14 @@ class WhileUsed(AdmissionFilter):
     def __init__(self, blocks_below: int) -> None:
         self._turnover = max(1, blocks_below)
         self._stretch = max(MIN_STRETCH, self._turnover // STRETCHES)
-        self._unjudged = self._turnover  # blocks still to be written before the first verdict
+        self._unjudged = self._turnover  # blocks still to be written before the first decision
         self._written = 0.0
         self._used = 0.0
-        self._offered = 0  # since the sampling began; its first stretch is written
+        self._offered = 0  # blocks since the sampling began; the first stretch is written
 
     @property
     def is_sampling(self) -> bool:
-        """Whether only a sample is written now, because too few written blocks were used."""
+        """Whether only a sample is written now, because too few written blocks were read again."""
         return not self._unjudged and self._used < MIN_USES * self._written
 
     def promoted(self, count: int) -> None:
@@ -85,8 +85,8 @@ class WhileUsed(AdmissionFilter):
 class Doorkeeper(AdmissionFilter):
     """Admits a block that two or more prompts have contained (TinyLFU's doorkeeper).
 
-    Remembers the keys of four times `blocks_below` blocks, at least `MIN_NAMES` and at most
-    `MAX_NAMES`, and forgets the least recently seen key first. A key takes about 200 bytes."""
+    The filter remembers the keys of four times `blocks_below` blocks, at least `MIN_NAMES` and at
+    most `MAX_NAMES`, and forgets the least recently seen key first. A key takes about 200 bytes."""
 
     learns = True
 
@@ -107,10 +107,10 @@ class Doorkeeper(AdmissionFilter):
 
 
 class WriteBudget(AdmissionFilter):
-    """Limits the blocks written per day to `blocks_per_day` of the blocks that `inner` admits.
+    """A filter that admits at most `blocks_per_day` of the blocks that `inner` admits.
 
     A token bucket fills evenly over the day and holds one hour's share. So short bursts pass, and
-    no day has more writes than the limit plus one bucket. Blocks beyond the bucket are refused."""
+    no day has more writes than the limit plus one bucket. Without a token, a block is refused."""
 
     def __init__(self, inner: AdmissionFilter, blocks_per_day: float) -> None:
         if not blocks_per_day >= 1:
@@ -144,7 +144,7 @@ class WriteBudget(AdmissionFilter):
         return verdicts
 
 
-# Takes the number of blocks that the tier below can hold.
+# A function that makes a filter from the number of blocks that the tier below can hold.
 FilterFactory = Callable[[int], AdmissionFilter]
 FILTERS: Mapping[str, FilterFactory] = {
     "while-used": WhileUsed,
@@ -155,12 +155,12 @@ FILTERS: Mapping[str, FilterFactory] = {
 
 
 def known_filters() -> list[str]:
-    """Names of filters: built-in filters, filters of other packages, names from old versions."""
+    """Return the names of built-in filters and of other packages' filters, with older names."""
     return list(dict.fromkeys([*FILTERS, *installed(ENTRY_POINTS), *ALIASES]))
 
 
 def make_filter(name: str, blocks_below: int) -> AdmissionFilter:
-    """Make a built-in or installed filter. Raises TierConfigError if it cannot be used."""
+    """Make a built-in or installed filter. Raises TierConfigError if the filter cannot be used."""
     name = ALIASES.get(name, name)
     if name in FILTERS:
         return FILTERS[name](blocks_below)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filter `reuse`: admits a block that will probably be used while the tier below still has it.
+"""ReuseFilter: admits a block that will probably be used again before the tier below evicts it.
 
 The filter learns from observed prompts how soon blocks are used again, by the conversation's turn,
 the prompt's length and the time between prompts. A write is worth its cost if a use is likely
 enough before the tier below evicts the block. The tier below keeps a block until the whole tier has
-been written once more, so with more writes fewer blocks are worth writing. Even if almost every
-block will be used again, the least likely tenth is refused.
+been written once more, so the more blocks are written, the fewer are worth a write. Even if almost
+every block will be used again, the tenth with the least chance is refused.
 
 A refused block that a prompt uses again is admitted at its next eviction from the tier above,
 whatever its chance, unless its conversation has continued without it. The blocks before an admitted
@@ -25,17 +25,17 @@ from ..policies.reuse_model import ReuseModel
 from ..policies.runs import Run
 from .base import AdmissionFilter
 
-# The cost of a write, as a share of the gain of a use.
+# The least chance of use at which a block is written: the cost of a write over the gain of a use.
 MIN_CHANCE = 0.28
 # Uses after this time do not count, even if the tier below keeps a block for longer.
 HORIZON_SECONDS = 3600.0
 CAPACITIES = 4
 MIN_BLOCKS = 16_384
 MAX_BLOCKS = 262_144
-# This share of the offered blocks is always refused, by a lower limit of the chance that adapts.
+# The share of offered blocks that is always refused, by an adaptive lower limit of the chance.
 WORST = 0.1
 STEP = 0.02
-# A write of this age counts 1/e of a new write.
+# In the rate of writes, a write of this age counts 1/e of a new write.
 RATE_SECONDS = 600.0
 
 
@@ -49,11 +49,11 @@ class ReuseFilter(AdmissionFilter):
         self._min_chance = min_chance
         self._model = ReuseModel()
         self._limit = min(MAX_BLOCKS, max(MIN_BLOCKS, CAPACITIES * blocks_below))
-        self._refused: OrderedDict[bytes, int] = OrderedDict()  # with their uses at the refusal
-        # The direct predecessors of admitted blocks. Tails are evicted before their heads, so most
-        # of these predecessors have not been offered yet.
+        self._refused: OrderedDict[bytes, int] = OrderedDict()  # key → uses at the refusal
+        # Keys of the direct predecessors of admitted blocks. A prompt's last blocks are evicted
+        # first, so most predecessors have not been offered yet.
         self._needed: OrderedDict[bytes, None] = OrderedDict()
-        # No block is held here, so the history's queues stay empty.
+        # The filter holds no blocks, so the history's queues stay empty.
         self._history = History(self._limit, self._model, by_length=True)
         self._low = 0.0
         self._written = 0.0
@@ -72,7 +72,7 @@ class ReuseFilter(AdmissionFilter):
         verdicts = []
         for key in keys:
             block = self._history.blocks.get(key)
-            if block is None:  # no prompt announced it: admitted
+            if block is None:  # a block of no observed prompt is admitted
                 verdicts.append(True)
                 continue
             run = block.run
@@ -82,7 +82,7 @@ class ReuseFilter(AdmissionFilter):
                 chance = self._model.chance(run.name, age, age + stays)
                 worth = by_run[run] = chance >= max(self._min_chance, self._low)
                 self._low += STEP * (WORST - (chance < self._low))
-            # Refused before, and asked for again.
+            # The block was refused before, and has been used since.
             recalled = self._refused.pop(key, block.uses) < block.uses
             needed = key in self._needed
             self._needed.pop(key, None)

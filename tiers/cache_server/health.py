@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """grpc.health.v1: SERVING until the server drains, then NOT_SERVING.
 
-This servicer replaces the servicer of grpc's package, in which a watcher that does not read delays
-every change of the status. The service needs no credentials; therefore it limits the number of
-calls and the time in which a request must arrive."""
+Health replaces the servicer of grpc's package, in which a watcher that does not read delays every
+change of the status. The service needs no credentials, so Health limits the number of calls and the
+time in which a request must arrive."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Health:
         self._checks = 0
 
     def handler(self) -> Any:
-        """The handler for `grpc.aio.Server.add_generic_rpc_handlers`."""
+        """Return the handler for `grpc.aio.Server.add_generic_rpc_handlers`."""
         codec = {
             "request_deserializer": health_pb2.HealthCheckRequest.FromString,
             "response_serializer": _Status.SerializeToString,
@@ -47,7 +47,7 @@ class Health:
         )
 
     def enter_graceful_shutdown(self) -> None:
-        """Report NOT_SERVING from now on, and end each watcher's stream after reporting it."""
+        """Report NOT_SERVING from now on, and end each watcher's stream after this report."""
         self._is_serving = False
         self._changed.set()
 

@@ -16,11 +16,11 @@ from ..block import DIGEST_BYTES, cut_keys
 from ..native.openssl import key_hasher
 from .secret_file import SECRET_BYTES
 
-_BLOCK_BYTES = 64  # of SHA-256
+_BLOCK_BYTES = 64  # the block size of SHA-256
 
 
 class KeySalt:
-    """Derives the stored keys of one tenant."""
+    """A function from keys to the stored keys of one tenant."""
 
     def __init__(self, secret: bytes, tenant: str) -> None:
         if len(secret) < SECRET_BYTES:
@@ -33,7 +33,7 @@ class KeySalt:
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
 
     def salt_keys(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The 40-byte stored keys of 40-byte keys. The time does not depend on the keys' values."""
+        """Return the 40-byte stored keys of 40-byte keys. The time does not depend on the keys."""
         if self._hasher is not None:
             return cut_keys(self._hasher.hmac_keys(b"".join(keys), len(keys)))
         inner, outer = self._inner, self._outer

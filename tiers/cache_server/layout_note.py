@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout notes: a file PATH/NAME.layout beside a store's folder has the layout of its blocks.
+"""Layout notes: the file PATH/NAME.layout, next to a store's folder, has its blocks' layout.
 
 A restarted server reads a tenant store's layout from this file and opens the store before an engine
 attaches. Without a readable file the store is opened when an engine attaches."""
@@ -35,17 +35,17 @@ class _Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def store_folder(path: Path, tenant_store: str) -> Path:
-    """The folder of a tenant store on the disk, with a name that no tenant can choose."""
+    """Return the folder of a tenant store on the disk, with a name that no tenant can choose."""
     return path / hashlib.sha256(tenant_store.encode()).hexdigest()[:_NAME_DIGITS]
 
 
 def read_layout_note(path: Path, tenant_store: str) -> BlockLayout | None:
-    """The layout of a tenant store on the disk, or None without a readable note."""
+    """Return the layout of a tenant store on the disk, or None without a readable layout note."""
     place = _place(path, tenant_store)
     try:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(place, flags)
-        try:  # not `open`, which leaves the descriptor of a directory open
+        try:  # `open` would leave the descriptor of a directory open
             note = msgspec.json.decode(os.read(descriptor, _LIMIT_BYTES), type=_Note)
         finally:
             os.close(descriptor)
@@ -64,7 +64,7 @@ def read_layout_note(path: Path, tenant_store: str) -> BlockLayout | None:
 
 
 def write_layout_note(path: Path, tenant_store: str, layout: BlockLayout) -> None:
-    """Write the layout note, replacing an older one. May raise OSError."""
+    """Write the layout note, replacing an older note. May raise OSError."""
     note = _Note(
         LAYOUT_VERSION,
         layout.num_layers,
@@ -85,7 +85,7 @@ def write_layout_note(path: Path, tenant_store: str, layout: BlockLayout) -> Non
 
 
 def stores_left(path: Path, names: Iterable[str]) -> list[StoreEntry]:
-    """The stores in `path` that belong to no store in `names`. Raises TierConfigError."""
+    """Return the store folders in `path` of no store in `names`. Raises TierConfigError."""
     if not path.is_dir():
         raise TierConfigError(f"{path} is no folder; give the --ssd-path of a cache server")
     known = {store_folder(path, name).name for name in names}

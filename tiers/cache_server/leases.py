@@ -8,8 +8,8 @@ Each store and each session has its own `Leases` table, and ends the expired lea
     a session that reads    a ReadLease          its slots are unpinned
     a session that writes   a WriteLease         its slots are withheld: the client may still write
 
-A ReadLease or WriteLease that only a thread of the server uses is in no table. The thread always
-ends it, and its slots must not be freed before that. Times are monotonic, so that setting the clock
+A ReadLease or WriteLease that only a thread of the server uses is in no table: the thread always
+ends the lease, whose slots must not be freed before. Times are monotonic, so that setting the clock
 ends no lease."""
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ..wire.status import TooMuch
 
 MAX_SECONDS = 3600.0
 MAX_LEASES = 65536
-_STALE_DEADLINES = 64  # the heap is rebuilt above twice the leases plus this
+_STALE_DEADLINES = 64  # the heap is rebuilt above twice the leases plus this number
 _Held = TypeVar("_Held")
 
 
 @dataclass(slots=True, eq=False)
 class ReadLease:
-    """Blocks that are being read. `slots[i]` is the slot of `keys[i]`, or None for a miss. The
-    slots are known after `ServedStore.wait_loaded` and stay pinned until `ServedStore.end_load`."""
+    """Blocks that are being read. `slots[i]` is the slot of `keys[i]`, or None for a miss. Slots
+    are known after `ServedStore.wait_loaded`, and stay pinned until `ServedStore.end_load`."""
 
     keys: list[bytes]
     slots: list[int | None]
@@ -58,7 +58,7 @@ class WriteLease:
 
 
 class PinnedBlocks:
-    """The blocks of a slab that leases pin, with the number of leases on each block."""
+    """The blocks of a slab that leases have pinned, with the number of leases on each block."""
 
     def __init__(self, slab: SlabTier) -> None:
         self._slab = slab
@@ -90,18 +90,18 @@ class PinnedBlocks:
 
 @dataclass(slots=True, eq=False)
 class Lease(Generic[_Held]):
-    """A lease: `owner` has `held` until `deadline`."""
+    """A lease, by which `owner` has `held` until `deadline`."""
 
-    number: int  # never used again
+    number: int  # no two leases have the same number
     owner: str
     held: _Held
-    deadline: float  # monotonic
+    deadline: float  # monotonic seconds
 
 
 class Leases(Generic[_Held]):
     """A table of leases, with at most `most_each` of each owner. When a lease has expired, the
     callback `expired` releases what it held. The user of the table calls `expire` at intervals;
-    most other methods call it too. Not thread-safe."""
+    most other methods call `expire` too. Not thread-safe."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Leases(Generic[_Held]):
         return lease
 
     def find_lease(self, number: int, owner: str = "") -> Lease[_Held] | None:
-        """The lease of this number, or None if it has ended or has another owner."""
+        """Return the lease `number`, or None if the lease has ended or has another owner."""
         self.expire()
         lease = self._leases.get(number)
         return lease if lease is not None and lease.owner == owner else None
@@ -157,7 +157,7 @@ class Leases(Generic[_Held]):
             heapq.heapify(self._deadlines)
 
     def expire(self) -> int:
-        """End the leases whose deadline has passed. Return how many."""
+        """End the leases whose deadline has passed. Return how many were ended."""
         now, ended = self._clock(), 0
         while (deadline := self.next_deadline()) is not None and deadline <= now:
             lease = self._leases[self._deadlines[0][1]]
@@ -167,7 +167,7 @@ class Leases(Generic[_Held]):
         return ended
 
     def next_deadline(self) -> float | None:
-        """The earliest deadline (monotonic seconds), or None without a lease."""
+        """Return the earliest deadline (monotonic seconds), or None without a lease."""
         while self._deadlines:
             deadline, number = self._deadlines[0]
             lease = self._leases.get(number)

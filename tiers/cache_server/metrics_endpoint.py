@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An HTTP server for GET /metrics. It accepts few connections, and one small request on each."""
+"""An HTTP server for GET /metrics, which accepts few connections and one small request on each."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class MetricsEndpoint:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, and return the port. Raises TierConfigError if that fails."""
+        """Listen, and return the port. Raises TierConfigError if the port cannot be opened."""
         try:
             self._server = await asyncio.start_server(
                 self._connected, host, port, limit=_MAX_HEAD_BYTES
             )
         except OSError as error:
             raise TierConfigError(explain_bind(error, host, port, "--metrics-port")) from error
-        # On loopback, a page whose name resolves to this machine could otherwise read the metrics.
+        # On loopback, a web page whose host name resolves to this machine could read the metrics.
         self._is_checking_hosts = is_loopback(host)
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
@@ -83,7 +83,7 @@ class MetricsEndpoint:
 
 
 def _host_of(head: bytes) -> str:
-    """The host in the header Host, or localhost without that header, which every browser sends."""
+    """Return the host in the header Host, which every browser sends; without it, localhost."""
     for line in head.split(b"\r\n")[1:]:
         name, _, value = line.partition(b":")
         if name.strip().lower() == b"host":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads or makes the file with a cache server's secret, which salts the keys of stored blocks.
 
-A process that has the secret can find out which prompts have blocks on a disk. A server that has
-lost the secret does not find the blocks on its disk."""
+A process that has the secret can find out which prompts have blocks on a disk. A server without the
+old secret does not find the blocks on its disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_secret(path: Path) -> bytes:
     can read. Raises TierConfigError if the file cannot be used."""
     try:
         descriptor = _open(path)
-        try:  # not `open`, which leaves the descriptor of a directory open
+        try:  # `open` would leave the descriptor of a directory open
             mode = os.fstat(descriptor).st_mode
             content = os.read(descriptor, _MOST_BYTES)
         finally:
@@ -46,7 +46,7 @@ def read_secret(path: Path) -> bytes:
 
 
 def _open(path: Path) -> int:
-    """Open the file, which is made if it is missing. May raise OSError."""
+    """Open the secret file; a missing file is made. May raise OSError."""
     # O_NONBLOCK: opening a pipe does not wait for its other end.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -60,10 +60,10 @@ def _open(path: Path) -> int:
             file.write(secrets.token_bytes(SECRET_BYTES))
             file.flush()
             os.fsync(file.fileno())
-        # A link, not a rename: two servers that start at once must both get the first one's secret.
+        # A link, not a rename: of two servers that start at once, both must get the first secret.
         os.link(fresh, path)
     except FileExistsError:
-        pass  # another server made it first
+        pass  # another server has made the file
     finally:
         os.unlink(fresh)
     return os.open(path, flags)

@@ -24,17 +24,17 @@ from .leases import Lease, ReadLease, WriteLease
 
 
 class Listener(Protocol):
-    """Receives the keys of stored and removed blocks, as the tenant's clients know them. The store
-    holds its lock while it calls the listener, so each method must return at once."""
+    """Receives the keys of stored and removed blocks, in the form that the tenant's clients use.
+    The store holds its lock while it calls the listener, so each method must return at once."""
 
     def stored(self, keys: Sequence[bytes]) -> None:
-        """Called with blocks that can be found from now on."""
+        """Receive the keys of blocks that can be found from now on."""
 
     def removed(self, keys: Sequence[bytes]) -> None:
-        """Called with blocks that cannot be found any more."""
+        """Receive the keys of blocks that cannot be found any more."""
 
     def cleared(self) -> None:
-        """Called when no earlier block can be found any more."""
+        """Receive the event that no earlier block can be found any more."""
 
 
 class ServedStore(ABC):
@@ -43,8 +43,8 @@ class ServedStore(ABC):
     layout: BlockLayout
     num_slots: int
     is_read_only = False  # whether clients can neither store nor delete blocks
-    # Counts since the start: leases that reached their deadline, writers of shared memory that were
-    # late, and blocks that their sender left incomplete.
+    # Counts since the start: leases that reached their deadline, late writers of shared memory, and
+    # blocks that the sender left incomplete.
     expired_leases = 0
     late_writers = 0
     aborted_blocks = 0
@@ -60,7 +60,7 @@ class ServedStore(ABC):
     @property
     @abstractmethod
     def corrupt_blocks(self) -> int:
-        """The number of blocks refused since the start because their digests differed."""
+        """The number of blocks that were refused since the start because their digests differed."""
 
     @property
     @abstractmethod
@@ -69,7 +69,7 @@ class ServedStore(ABC):
 
     @abstractmethod
     def try_hold(self) -> bool:
-        """Take the store's lock if it is free, so that calls of this thread do not wait for it."""
+        """Take the store's lock if it is free, so that later calls of this thread need not wait."""
 
     @abstractmethod
     def let_go(self) -> None:
@@ -77,18 +77,18 @@ class ServedStore(ABC):
 
     @abstractmethod
     def buffer(self, slot: int) -> memoryview:
-        """The payload bytes of a slot that a read lease or a write lease has."""
+        """Return the payload bytes of a slot of a read lease or a write lease."""
 
     def buffers(self, slots: Sequence[int]) -> list[memoryview]:
         return [self.buffer(slot) for slot in slots]
 
     @abstractmethod
     def lookup(self, keys: Sequence[bytes], *, asked: bool = False) -> list[State]:
-        """HIT, MISS or PENDING for each key. `asked` says that an engine looks up a prompt."""
+        """Return HIT, MISS or PENDING for each key. `asked`: an engine looks up a prompt."""
 
     @abstractmethod
     def begin_load(self, keys: Sequence[bytes]) -> ReadLease:
-        """Pin the blocks in memory, and begin to read the rest from disk. Does not wait."""
+        """Pin the blocks in memory, and begin to read other blocks from disk. Does not wait."""
 
     @abstractmethod
     def wait_loaded(self, read_lease: ReadLease, deadline: float) -> None:
@@ -100,12 +100,12 @@ class ServedStore(ABC):
         """Unpin the blocks of a read lease. Idempotent."""
 
     def tags(self, read_lease: ReadLease) -> list[bytes]:
-        """The tag stored with each block of a read lease; zeros for a miss."""
+        """Return the tag stored with each block of a read lease; zeros for a miss."""
         return [NO_TAG if proof is None else proof.tag for proof in self.proofs(read_lease)]
 
     @abstractmethod
     def proofs(self, read_lease: ReadLease) -> list[Proof | None]:
-        """The proof stored with each block of a read lease; None for a miss."""
+        """Return the proof stored with each block of a read lease; None for a miss."""
 
     @abstractmethod
     def begin_store(self, keys: Sequence[bytes]) -> WriteLease:
@@ -115,11 +115,11 @@ class ServedStore(ABC):
     def end_store(
         self, write_lease: WriteLease, proofs: Proofs, aborted: Collection[int] = ()
     ) -> list[State]:
-        """End a write lease. `proofs[i]` is the proof of the i-th block, if the block's bytes have
-        its digest. It is None if the digests differ, or if the sender left the block incomplete
-        (then i is in `aborted`). Return the state of each block: KEPT, NO_ROOM, CORRUPT, or MISS
-        for a block that did not arrive, that another client failed to store, or that was
-        cleared."""
+        """End a write lease. `proofs[i]` is the proof of the i-th block if the block's bytes have
+        the proof's digest. `proofs[i]` is None if the digests differ, or if the sender left the
+        block incomplete (i is then in `aborted`). Return the state of each block: KEPT, NO_ROOM,
+        CORRUPT, or MISS for a block that did not arrive, that another client failed to store, or
+        that was cleared."""
 
     @abstractmethod
     def abandon_store(self, write_lease: WriteLease) -> list[int]:
@@ -132,15 +132,15 @@ class ServedStore(ABC):
 
     @abstractmethod
     def check_digests(self, write_lease: WriteLease, proofs: Proofs) -> list[Proof | None]:
-        """Return `proofs`, with None for a slot whose bytes have another digest. Needed for bytes
-        that a client wrote to shared memory."""
+        """Return `proofs`, with None for a slot whose bytes have another digest. The check is
+        needed for bytes that a client wrote to shared memory."""
 
     @abstractmethod
     def pin(
         self, keys: Sequence[bytes], seconds: float, deadline: float, owner: str = ""
     ) -> Lease[list[bytes]]:
-        """Load the blocks that are on the disk. Then lease to `owner` the leading blocks up to the
-        first one that is not in memory. A lease without blocks ends at once. Raises InvalidBlock
+        """Load the blocks that are on the disk. Then lease to `owner` the leading blocks, up to the
+        first block that is not in memory. A lease without blocks ends at once. Raises InvalidBlock
         for a duration out of range, and TierBusy if there are too many leases. Raises TooMuch if
         the owner has too many leases, or if leases would hold more than their share of the
         memory."""
@@ -163,16 +163,16 @@ class ServedStore(ABC):
 
     @abstractmethod
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Forget blocks, even blocks being read or written, except blocks that `pin` leased. Return
+        """Remove blocks, even those being read or written, except blocks that `pin` leased. Return
         how many were known. Waits for the disk, so that no block returns after a restart."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget every block. Waits for the disk, so that no block returns after a restart."""
+        """Remove every block. Waits for the disk, so that no block returns after a restart."""
 
     @abstractmethod
     def subscribe(self, listener: Listener) -> None:
-        """Call `listener` for changes from now on. Does not wait for the store."""
+        """Call `listener` for later changes. Does not wait for the store."""
 
     @abstractmethod
     def unsubscribe(self, listener: Listener) -> None:
@@ -180,12 +180,12 @@ class ServedStore(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, TierStats]:
-        """The statistics of each tier, the slab first."""
+        """Return the statistics of each tier, the slab first."""
 
     @abstractmethod
     def close(self, timeout_seconds: float) -> bool:
         """Write the blocks that lower tiers lack and close all tiers, within `timeout_seconds`.
-        False if a store still uses the memory, which then stays open. Idempotent."""
+        Return False if a store still uses the memory, which then stays open. Idempotent."""
 
 
 class ServedStores(ABC):
@@ -197,26 +197,26 @@ class ServedStores(ABC):
 
     @abstractmethod
     def attach(self, name: str, layout: BlockLayout) -> ServedStore:
-        """Return the store of this name. Raises WrongLayout if it has another layout, NotReady
-        while it is being opened, or the error with which it failed to open."""
+        """Return the store `name`. Raises WrongLayout if the store has another layout, NotReady
+        while it is being opened, or the error of its opening."""
 
     @abstractmethod
     def ready(self, name: str) -> ServedStore:
-        """Return the store. Raises NotAttached, NotReady, or the error of its opening."""
+        """Return the store `name`. Raises NotAttached, NotReady, or the error of its opening."""
 
     @abstractmethod
     def layout(self, name: str) -> BlockLayout | None:
-        """The layout of a store's blocks, or None while it is unknown."""
+        """Return the layout of a store's blocks, or None while the layout is unknown."""
 
     @abstractmethod
     def open_tenant_stores(self) -> Mapping[str, ServedStore]:
-        """The stores that are ready, by name."""
+        """Return the stores that are ready, by name."""
 
     def set_quotas(self, quotas: Mapping[str, Quota]) -> list[str]:
-        """Change the set of stores: close those not in `quotas`, open new ones when needed. Return
-        the names of stores whose size changes at the next start."""
+        """Change the set of stores: close stores that are not in `quotas`, open new stores when
+        needed. Return the names of stores whose size changes at the next start."""
         raise NotImplementedError(f"{type(self).__name__} has the same stores for ever")
 
     @abstractmethod
     def close(self, timeout_seconds: float) -> bool:
-        """Close every store within `timeout_seconds`. False if one was not closed. Idempotent."""
+        """Close every store within `timeout_seconds`. False if one is not closed. Idempotent."""

@@ -5,8 +5,8 @@
     reload  tenants, tokens and certificates change; memory, ports and connections stay
     drain   report NOT_SERVING; refuse new calls; finish running calls; write blocks to the disk
 
-The server checks all its addresses before it starts any part. It refuses an address that is in use,
-and an address that other machines can reach without TLS and credentials."""
+The server checks all its addresses before it starts any part. The server refuses an address that is
+in use, and an address that other machines can reach without TLS and credentials."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from .transports.session_server import Opened, SessionSettings
 log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 9400
-_LAST_SECONDS = 0.2  # for the last messages of calls that are ended
+_LAST_SECONDS = 0.2  # time for the last messages of calls that are ended
 _LOOK_AT_CERTIFICATES_SECONDS = 6 * 3600.0
 _LOOK_AT_TOKEN_SECONDS = 15.0
-# `reload` applies the fields in _RELOADED. It ignores those in _LEFT_ALONE, which differ at each
-# reading.
+# `reload` applies the fields in _RELOADED, and ignores the fields in _LEFT_ALONE, whose values
+# differ each time the settings are read.
 _RELOADED = frozenset({"tenants", "tls"})
 _LEFT_ALONE = frozenset({"own_token", "secret", "mac_key"})
 _REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
@@ -58,7 +58,7 @@ _REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings(StoreSettings):
-    """The settings of a server. Port 0 means any free port; None turns that part off."""
+    """The settings of a server. Port 0 means any free port; port None turns the part off."""
 
     tenants: Tenants
     # A tenant's token, which the server writes to a file for this user's clients on this machine.
@@ -66,10 +66,10 @@ class ServerSettings(StoreSettings):
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     data_port: int | None = DEFAULT_PORT + 1
-    shares_memory: bool = True  # with clients of the same user on this machine
+    shares_memory: bool = True  # whether clients of the same user may map memory
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
-    metrics_exposed: bool = False  # to other machines
+    metrics_exposed: bool = False  # whether other machines may read metrics
     tls: TlsFiles | None = None
     insecure: bool = False
     reflection: bool = False
@@ -77,8 +77,8 @@ class ServerSettings(StoreSettings):
 
 
 class CacheServer:
-    """The server. Call `start`, then `drain`, once each, on one event loop. `tenant_stores` is used
-    in place of the stores of the settings. Raises TierConfigError for unusable settings."""
+    """The server. `start`, then `drain` are called once each, on one event loop. `tenant_stores`,
+    if given, replaces the stores of the settings. Raises TierConfigError for unusable settings."""
 
     def __init__(self, settings: ServerSettings, tenant_stores: ServedStores | None = None) -> None:
         self.settings = settings
@@ -86,8 +86,8 @@ class CacheServer:
         self.port = 0
         self.data_plane = DataPlane()
         self.metrics_port = 0
-        self.token_path: Path | None = None  # of `own_token`
-        self._has_told_of_token = False  # whether a failure to write the token again was logged
+        self.token_path: Path | None = None  # the file of `own_token`
+        self._has_told_of_token = False  # whether a failed rewrite of the token was logged
         limits = settings.limits
         self.tenant_stores: ServedStores = tenant_stores or TenantStores(
             settings.tenants.quotas, settings
@@ -125,8 +125,8 @@ class CacheServer:
 
     async def drain(self, seconds: float | None = None) -> bool:
         """Stop the server within about `seconds`. New calls are refused. Running calls get half of
-        the time to finish; the rest is for writing blocks to the disk. False if a tenant store
-        could not be closed. Idempotent."""
+        the time to finish; the other half is for writing blocks to the disk. Return False if a
+        tenant store could not be closed. Idempotent."""
         if seconds is None:
             seconds = self.settings.drain_seconds
         end = time.monotonic() + seconds
@@ -137,7 +137,7 @@ class CacheServer:
             self._health.enter_graceful_shutdown()
         if self._service is not None:
             self._service.watches.end_all()
-        # New calls still get an answer, UNAVAILABLE: grpc's own stop would let some of them hang.
+        # New calls still get the answer UNAVAILABLE; with grpc's own stop some would hang.
         await asyncio.gather(
             self._guard.wait_until_idle(seconds / 2),
             asyncio.to_thread(self._close_data, seconds / 2),
@@ -157,8 +157,8 @@ class CacheServer:
 
     async def reload(self, read: Callable[[], ServerSettings]) -> list[str]:
         """Apply the tenants, credentials and certificates in the settings that `read` returns;
-        `read` runs on a thread. A removed token becomes invalid: tickets and data connections that
-        it opened are refused at their next request. Return sentences about changes that need a
+        `read` runs on a thread. A removed token becomes invalid: the tickets and data connections
+        of this token are refused at their next request. Return sentences about changes that need a
         restart. Raises TierConfigError or the errors of `read`, and then changes nothing."""
         old = self.settings
         try:
@@ -174,7 +174,7 @@ class CacheServer:
         except BaseException:
             self._metrics.reloaded("refused")
             raise
-        # No step fails from here on.
+        # All steps that can fail are done.
         if fresh is not None and self._tls is not None:
             self._tls.take_over(fresh)
             if self._data is not None:
@@ -236,7 +236,7 @@ class CacheServer:
         server = grpc.aio.server(
             interceptors=(self._guard,),
             options=_options(settings.limits),
-            # The guard limits the calls that it sees; this limit covers all calls.
+            # The guard's limit excludes calls that it does not intercept; this limit covers all.
             maximum_concurrent_rpcs=2 * (settings.limits.max_calls + MAX_WATCHERS + MAX_CHECKS),
         )
         service = generic_handler(self._service, settings.limits.stall_seconds)
@@ -264,11 +264,11 @@ class CacheServer:
             await asyncio.sleep(_LOOK_AT_TOKEN_SECONDS)
             try:
                 await self.look_at_token(token)
-            except Exception:  # the only task that ever looks
+            except Exception:  # the task must go on: no other task does its work
                 log.exception("the token for clients of this user cannot be looked at")
 
     async def look_at_token(self, token: str) -> None:
-        """Write the token file for this user's clients again if the file is gone."""
+        """Write the token file for this user's clients again if the file was removed."""
         path = self.token_path
         if path is None or await asyncio.to_thread(os.path.lexists, path):
             return
@@ -297,7 +297,7 @@ class CacheServer:
         return self._memory.start()
 
     def _resolve(self, ticket: bytes) -> Opened | None:
-        """Invalidate a ticket. Return the store that it opens, or None if it is not valid."""
+        """Invalidate a ticket. Return the `Opened` store, or None if the ticket was not valid."""
         caller = self._tickets.use_ticket(ticket)
         if caller is None or not caller.is_known_to(self.settings.tenants):
             return None
@@ -308,7 +308,7 @@ class CacheServer:
         return Opened(tenant_store, tenant.name, lambda: caller.is_known_to(self.settings.tenants))
 
     def _close_data(self, seconds: float) -> None:
-        """Close the data plane and wait until it has ended. Call it on a thread."""
+        """Close the data plane and wait until it has ended. Must be called on a thread."""
         end = time.monotonic() + seconds
         for server in (self._data, self._memory):
             if server is not None:
@@ -360,7 +360,7 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
         ("grpc.max_allowed_incoming_connections", limits.max_connections),
         ("grpc.server_handshake_timeout_ms", int(limits.handshake_seconds * 1000)),
         ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
-        # Calls that have not begun: beyond the first limit grpc ends some, beyond the second all.
+        # Limits of calls not begun: beyond the first grpc ends some, beyond the second all.
         ("grpc.server.max_pending_requests", limits.max_calls),
         ("grpc.server.max_pending_requests_hard_limit", 2 * limits.max_calls),
         ("grpc.keepalive_time_ms", int(limits.keepalive_seconds * 1000)),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache server's Prometheus metrics: for each tenant store, for each call and for the server.
-Label values come from the tenants file, the protocol and grpc, so their number is limited. Each
-scrape reads the statistics of the tenant stores."""
+Label values come from the tenants file, the protocol and grpc, so the number of label values is
+limited. Each scrape reads the statistics of the tenant stores."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .served_store import ServedStore
 from .transports.session_server import REFUSALS
 
 PREFIX = "stratakv_cache:"
-_OTHER = "other"  # calls that are not of this service
+_OTHER = "other"  # label of calls of other services
 _CALL_SECONDS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
 
-# Metric name, whether it is a counter, help text, field of TierStats.
+# Rows: metric name, whether the metric is a counter, help text, field of TierStats.
 _TIERS = (
     ("tier_capacity_bytes", False, "Bytes the tier may hold.", "capacity_bytes"),
     ("tier_used_bytes", False, "Bytes it holds.", "used_bytes"),
@@ -48,8 +48,8 @@ _TIERS = (
 
 
 class ServerMetrics:
-    """All metrics, in their own registry. `tenant_stores` returns the open stores. `gauges` returns
-    the server's other gauges: name without prefix → help text and value."""
+    """All metrics of the server, in a separate registry. `tenant_stores` returns the open stores.
+    `gauges` returns the other gauges: name without prefix → help text and value."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ServerMetrics:
             "time, or were too many, and of tenants beyond their share.",
             ("reason",), registry=self.registry,
         )  # fmt: skip
-        for reason in REASONS:  # so that every counter is shown from the start, as 0
+        for reason in REASONS:  # every counter is shown as 0 from the start
             self._turned_away.labels(reason)
         self._refused = Counter(
             PREFIX + "data_connections_refused",
@@ -91,7 +91,7 @@ class ServerMetrics:
             PREFIX + "call_seconds", "From a call's arrival to its end.", ("method",),
             buckets=_CALL_SECONDS, registry=self.registry,
         )  # fmt: skip
-        # Keep the labelled histograms: finding one by its label costs as much as the observation.
+        # Labelled histograms are kept: finding one by label costs as much as an observation.
         self._seconds = {name: seconds.labels(name) for name in (*self._names.values(), _OTHER)}
         self._received = Counter(
             PREFIX + "stream_received_bytes", "Bytes of blocks that came by gRPC streams.",
@@ -130,7 +130,7 @@ class ServerMetrics:
 
 
 class _State(Collector):
-    """Computes the metrics of tenant stores and the gauges at each scrape."""
+    """A collector that computes the metrics of tenant stores and the gauges at each scrape."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class _State(Collector):
     ) -> None:
         self._tenant_stores = tenant_stores
         self._gauges = gauges
-        self._started = time.time()  # the wall clock: Prometheus compares it with its own
+        self._started = time.time()  # wall-clock time, as Prometheus expects
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """Yield every metric family. The registry calls this at each scrape."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gRPC calls of the cache service; proto/v1/cache_service.proto describes each call.
 
-The event loop never waits for a tenant store (`tenant_store_calls.py`). A call raises its errors,
-and `access/call_guard.py` turns them into a gRPC status."""
+The event loop never waits for a tenant store (`tenant_store_calls.py`). `access/call_guard.py`
+turns an error that a call raises into a gRPC status."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from .tenant_store_calls import TenantStoreCalls
 from .transports.streams import Streams
 from .watch import Watches
 
-_READ_SECONDS = 6.0  # longer than the time after which the tiers give up a read
-# Keys of one look-up. A look-up of 128 keys holds the event loop for 0.03 ms, of 1,024 keys for 0.3
-# ms; a whole call takes 0.4 ms.
+_READ_SECONDS = 6.0  # longer than the deadline of a tier's read
+# Limits of the keys of one look-up. On the event loop, 128 keys take 0.03 ms and 1,024 keys 0.3 ms;
+# a whole call takes 0.4 ms.
 _QUICK_KEYS, _ALONE_KEYS = 128, 1024
 _HIT = bytes((State.HIT,))
 _Result = TypeVar("_Result")
 
 
 class DataPlane(NamedTuple):
-    """The addresses where clients move blocks without gRPC; zero and empty for none."""
+    """The addresses where clients move blocks without gRPC; port 0 and path "" mean none."""
 
     port: int = 0
     unix_path: str = ""
@@ -67,13 +67,13 @@ class CacheService:
 
     def set_tenants(self, num_tenants: int, ended: Collection[str]) -> None:
         """Change the number of tenants. End the watches of the tenants in `ended`, which have lost
-        a credential; these tenants may begin new watches."""
+        a credential and may begin new watches."""
         self.streams.set_tenants(num_tenants)
         self.watches.set_tenants(num_tenants)
         self.watches.end_of(ended)
 
     def close(self) -> None:
-        """Begin no more calls of tenant stores. Does not wait for running calls. Idempotent."""
+        """Stop beginning calls of tenant stores. Does not wait for running calls. Idempotent."""
         self._calls.close()
 
     async def describe(self, _request: Any, _context: Any) -> Any:
@@ -108,7 +108,7 @@ class CacheService:
         )
 
     async def lookup(self, request: Any, _context: Any) -> Any:
-        """Look blocks up. This does not count them as used."""
+        """Look blocks up, which does not count as a use of the blocks."""
         tenant_store, keys = self._tenant_store(), unpack_keys(request.keys)
         states = bytes(await self._looked_up(tenant_store, keys))
         prefix = len(states) - len(states.lstrip(_HIT))
@@ -130,7 +130,7 @@ class CacheService:
         return messages.StoreResponse(states=bytes(states), boot_id=self._boot_id)
 
     async def pin(self, request: Any, _context: Any) -> Any:
-        """Lease the leading blocks up to the first one that the store lacks."""
+        """Lease the leading blocks, up to the first block that the store lacks."""
         tenant, tenant_store = current_tenant(), self._tenant_store()
         keys = unpack_keys(request.keys, MAX_BLOCKS)
         seconds = request.lease_ms / 1000
@@ -230,8 +230,8 @@ class CacheService:
 
     async def _looked_up(self, tenant_store: ServedStore, keys: list[bytes]) -> list[State]:
         """Look keys up. Up to _QUICK_KEYS keys are looked up on the event loop. More than
-        _ALONE_KEYS are looked up on a thread, one such look-up of a tenant at a time. A number in
-        between goes to a thread only beside another large look-up: waking a thread takes longer."""
+        _ALONE_KEYS are looked up on a thread, in one look-up of a tenant at a time. A number in
+        between goes to a thread only while such a look-up runs: waking a thread takes longer."""
         if len(keys) <= _QUICK_KEYS:
             return await self._run_quick(
                 tenant_store, lambda: tenant_store.lookup(keys, asked=True)
@@ -246,7 +246,7 @@ class CacheService:
                 tenant_store, lambda: tenant_store.lookup(keys, asked=True)
             )
         finally:
-            # Release later: a look-up that has already arrived must find the lock taken.
+            # Released later, since a look-up that has already arrived must find the lock taken.
             asyncio.get_running_loop().call_soon(turn.release)
 
     async def _capacity_bytes(self, tenant_store: ServedStore) -> int:

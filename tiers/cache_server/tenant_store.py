@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TenantStore: the blocks of one tenant, in its own slab and stores, under its own salted keys.
+"""TenantStore: the blocks of one tenant, in a separate slab and stores, under salted keys.
 
 Any thread may call a tenant store. Only one thread at a time may use its hierarchy, so each call
 takes a lock. The lock is not held while bytes are read, copied or hashed.
@@ -9,8 +9,8 @@ takes a lock. The lock is not held while bytes are read, copied or hashed.
                 └ (the writer is late) → abandon_store     slots stay unused until the writer ends
 
 Callers copy blocks into and out of `buffer(slot)`. Methods take the keys of clients; blocks are
-stored under salted keys. Only engines make and compare tags. The store keeps a block's tag with the
-block, in memory and on the disk, and sends both."""
+stored under salted keys. Only engines make and compare tags; the store keeps a block's tag with the
+block, in memory and on the disk."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from .served_store import Listener, ServedStore
 
 log = logging.getLogger(__name__)
 
-# The time for a disk to record deletions. It is shorter than a client waits for the answer
-# (`RemoteSettings.store_seconds`); otherwise the client would mark the server as down.
+# The time for a disk to record deletions. The time is shorter than a client's wait for the answer
+# (`RemoteSettings.store_seconds`), after which the client marks the server as down.
 FORGET_SECONDS = 3.0
-# The share of the slab that leases by gRPC may hold; the rest is left to stores and loads.
+# The share of the slab that leases by gRPC may hold; other slots are left to stores and loads.
 LEASED_SHARE = 0.5
-KEEPER_FAILED = "keeper"  # the key in `TierStats.errors` of the slab
-_KEEPER_PAUSES = (0.01, 0.1, 1.0)  # seconds to wait after failures of the keeper in a row
+KEEPER_FAILED = "keeper"  # the key in the slab's `TierStats.errors`
+_KEEPER_PAUSES = (0.01, 0.1, 1.0)  # seconds, by the keeper's failures in a row
 
-SWEPT_BLOCKS = 1024  # forgotten blocks whose slots are freed in one hold of the lock
+SWEPT_BLOCKS = 1024  # removed blocks whose slots are freed at once, under the lock
 
 
 def _states_of(answers: Sequence[Answer]) -> list[State]:
-    """Convert answers to states. Comparisons are faster than a dict, which hashes each Answer."""
+    """Convert answers to states, by comparisons, which are faster than hashing each Answer."""
     hit, miss = Answer.HIT, Answer.MISS
     here, none, coming = State.HIT, State.MISS, State.PENDING
     return [here if each is hit else none if each is miss else coming for each in answers]
@@ -74,11 +74,11 @@ class TenantStore(ServedStore):
         admission = AdmitAll() if admission is None else admission
         options = HierarchyOptions(admission=admission)
         self._hierarchy = Hierarchy(slab, stores, wakeup=self._woken.set, options=options)
-        # A server does not see prompts. Filters that learn from prompts get look-ups instead.
+        # A server gets no prompts, so a filter that learns from prompts gets look-ups instead.
         self._observes = admission.learns
         self._pins = PinnedBlocks(slab)
         self._leases = Leases[list[bytes]](self._lease_expired, max_leases)
-        self._listening = threading.Lock()  # held to change `_listeners`; a change makes a new list
+        self._listening = threading.Lock()  # held to replace `_listeners`
         self._listeners: list[Listener] = []
         self._corrupt_blocks = 0
         self._keeper_failures = 0
@@ -171,7 +171,7 @@ class TenantStore(ServedStore):
             slots.append(slot)
             if slot is not None:
                 states.append(State.WANTED)
-                answers[key] = Answer.PENDING  # if the key is repeated
+                answers[key] = Answer.PENDING  # for a repetition of the key
             elif answers[key] is Answer.HIT:
                 states.append(State.KEPT)
             else:
@@ -275,7 +275,7 @@ class TenantStore(ServedStore):
                 lease.held += self._pins.pin(read_lease.stored)
                 if not lease.held:
                     self._leases.end_lease(lease)
-                self._woken.set()  # the keeper must see the new deadline
+                self._woken.set()  # the keeper must read the new deadline
                 return lease
         finally:
             self.end_load(read_lease)
@@ -320,7 +320,7 @@ class TenantStore(ServedStore):
         return len(set(gone))
 
     def clear(self) -> None:
-        """See ServedStore. Slots are freed in groups, so that no other call waits long."""
+        """See ServedStore. Slots are freed in groups, so that other calls do not wait long."""
         with self._changed:
             self._check_open()
             self._hierarchy.clear(sweep=False)
@@ -331,7 +331,7 @@ class TenantStore(ServedStore):
         self._wait_forgotten()
 
     def _sweep(self) -> bool:
-        """Free up to SWEPT_BLOCKS slots of forgotten blocks. Return whether there may be more."""
+        """Free up to SWEPT_BLOCKS slots of removed blocks. Return whether more may be left."""
         with self._changed:
             return not self._closed and self._hierarchy.sweep(SWEPT_BLOCKS) == SWEPT_BLOCKS
 
@@ -373,15 +373,15 @@ class TenantStore(ServedStore):
 
     def _keep(self) -> None:
         """Process completions of the stores, and end expired leases. Runs on the keeper thread."""
-        failures = 0  # in a row
+        failures = 0  # failures in a row
         while not self._closed:
             try:
                 self._keep_once()
                 failures = 0
-            except Exception:  # without a keeper no load would ever end
+            except Exception:  # the keeper must go on: without it no load would end
                 log.exception("the keeper of a tenant's blocks failed and goes on")
                 self._keeper_failures += 1
-                self._woken.set()  # the failed work is still to be done
+                self._woken.set()  # the failed work must be tried again
                 time.sleep(_KEEPER_PAUSES[min(failures, len(_KEEPER_PAUSES) - 1)])
                 failures += 1
 

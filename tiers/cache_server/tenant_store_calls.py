@@ -21,11 +21,11 @@ _Result = TypeVar("_Result")
 
 
 class TenantStoreCalls:
-    """Makes the calls of one event loop."""
+    """The calls of one event loop to tenant stores."""
 
     def __init__(self, num_tenants: int) -> None:
         self._share = _THREADS // min(num_tenants, _MOST_SHARES)
-        threads = max(_THREADS, self._share * num_tenants)  # made as they are needed
+        threads = max(_THREADS, self._share * num_tenants)  # at most; made when needed
         self._executor = ThreadPoolExecutor(threads, "stratakv-call")
         self._places: dict[str, asyncio.Semaphore] = {}
 
@@ -39,14 +39,14 @@ class TenantStoreCalls:
             try:
                 loop.call_soon_threadsafe(places.release)
             except RuntimeError:
-                pass  # the loop has been closed
+                pass  # the event loop has been closed
 
         try:
             future = self._executor.submit(work)
         except BaseException:
             places.release()
             raise
-        # Free the place with the thread, which may run longer than the call.
+        # The place is freed when the thread ends, perhaps after the call.
         future.add_done_callback(ended)
         return future
 
@@ -56,7 +56,7 @@ class TenantStoreCalls:
         work: Callable[[], _Result],
         undo: Callable[[_Result], object] | None = None,
     ) -> _Result:
-        """Do `work` on a thread. `undo` gets the result if the caller is cancelled before."""
+        """Do `work` on a thread. `undo` gets the result if the caller is cancelled meanwhile."""
         future = await self.submit(tenant, work)
         try:
             return await asyncio.wrap_future(future)
@@ -87,7 +87,7 @@ class TenantStoreCalls:
     def run_later(
         self, tenant_store: ServedStore, work: Callable[[], object], after: Future[object] | None
     ) -> None:
-        """Make `work` run after `after` has ended. Does not wait."""
+        """Queue `work` on a thread, to run after the future `after` has ended. Does not wait."""
 
         def begin(_done: object = None) -> None:
             if tenant_store.try_hold():
@@ -107,5 +107,5 @@ class TenantStoreCalls:
             after.add_done_callback(begin)
 
     def close(self) -> None:
-        """Begin no more work. Does not wait for running work. Idempotent."""
+        """Stop beginning work. Does not wait for running work. Idempotent."""
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -38,14 +38,14 @@ from .tenant_store import TenantStore
 log = logging.getLogger(__name__)
 
 
-RETRY_SECONDS = 5.0  # between two tries to make a tenant store
-LEAVE_SECONDS = 30.0  # to write a removed tenant's blocks to the disk
+RETRY_SECONDS = 5.0  # between two attempts to open a tenant store
+LEAVE_SECONDS = 30.0  # time to write a removed tenant's blocks to the disk
 SSD = "ssd"  # the name of the tier on the disk
 
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """The state of one tenant store."""
+    """The state of one tenant store, which may be closed, being opened, open or failed."""
 
     quota: Quota
     layout: BlockLayout | None = None
@@ -58,15 +58,15 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """The settings that all tenant stores of a server share. Each store has its own quota."""
+    """The settings that all tenant stores of a server share; only quotas differ."""
 
     secret: bytes
-    # The folder of all stores, or one folder on each disk, divided by commas. None: memory only.
+    # The folder of all stores, or one folder on each disk, separated by commas. None: memory only.
     ssd_path: Path | None = None
-    require: bool = False  # the start fails if a disk, or a store on it, cannot be opened
-    mac_key: MacKey | None = None  # seals the blocks on the disk
-    cpu: CpuSettings = field(default_factory=CpuSettings)  # its size is not used
-    ssd: SsdSettings = SERVER_SSD  # its size and path are not used
+    require: bool = False  # whether the start fails if a disk or a store on it is unavailable
+    mac_key: MacKey | None = None  # authenticates the blocks on the disk
+    cpu: CpuSettings = field(default_factory=CpuSettings)  # (the size is not used)
+    ssd: SsdSettings = SERVER_SSD  # (size and path are not used)
     limits: Limits = field(default_factory=Limits)
 
 
@@ -88,7 +88,7 @@ class TenantStores(ServedStores):
         self._leaving: list[threading.Thread] = []  # threads that close stores of removed tenants
 
     def start(self) -> None:
-        """See ServedStores. Waits if disks are required. Raises TierConfigError if one fails."""
+        """See ServedStores. Waits for required disks. Raises TierConfigError if one fails."""
         if self._settings.require:
             for path in self._ssd_paths:
                 _check_writable(path)
@@ -279,7 +279,7 @@ class TenantStores(ServedStores):
     def _stores(self, name: str, quota: Quota, layout: BlockLayout) -> list[StoreTier]:
         if not self._ssd_paths or not quota.ssd_bytes:
             return []
-        # Keys depend on the secret, so another secret makes another namespace.
+        # The namespace depends on the secret, as stored keys do.
         (namespace,) = KeySalt(self._settings.secret, name).salt_keys((bytes(40),))
         folders = ",".join(str(store_folder(path, name)) for path in self._ssd_paths)
         ssd = replace(self._settings.ssd, path=Path(folders), capacity_bytes=quota.ssd_bytes)
@@ -306,7 +306,7 @@ class TenantStores(ServedStores):
         return [store]
 
     def _layout_on_disk(self, name: str) -> BlockLayout | None:
-        """The layout in the first readable layout note on the disks, or None."""
+        """Return the layout in the first readable layout note on the disks, or None."""
         found = (read_layout_note(path, name) for path in self._ssd_paths)
         return next((layout for layout in found if layout is not None), None)
 
@@ -342,5 +342,5 @@ def _ready(place: _Place) -> TenantStore:
     if place.maker is not None:
         raise NotReady("the tenant's memory is being made ready")
     if place.failure is not None:
-        raise place.failure.with_traceback(None)  # the traceback would grow with each raise
+        raise place.failure.with_traceback(None)  # a kept traceback would grow with each raise
     raise NotAttached("the layout of the tenant's blocks is not known yet")

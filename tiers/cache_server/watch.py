@@ -6,7 +6,7 @@
     because the store does not report evictions
 
 A watcher that reads too slowly loses events, and is sent the number of lost events. Other watchers
-lose none."""
+lose no events."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .access.shares import Shares
 from .served_store import ServedStore
 
 LOOK_AGAIN_SECONDS = 1.0
-_SLICE_KEYS = 8192  # looked up at once
+_SLICE_KEYS = 8192  # how many keys one look-up has
 
 
 @dataclass(slots=True)
 class Happening:
-    """An event for watchers. `lost` is the number of events that were lost just before it."""
+    """An event for watchers. `lost` counts the events that were lost just before this event."""
 
     stored: Sequence[bytes] = ()
     removed: Sequence[bytes] = ()
@@ -38,12 +38,12 @@ class Happening:
 
     @property
     def num_keys(self) -> int:
-        """The number of keys in the event, at least 1. It counts against `max_keys` of a queue."""
+        """The number of keys in the event, at least 1. Counts against a queue's `max_keys`."""
         return len(self.stored) + len(self.removed) or 1
 
 
 class Watcher:
-    """The event queue of one watcher. Any thread writes to it; one event loop reads it."""
+    """The event queue of one watcher. Any thread adds events; one event loop reads them."""
 
     def __init__(self, max_keys: int, loop: asyncio.AbstractEventLoop, tenant: str = "") -> None:
         self.tenant = tenant
@@ -90,13 +90,13 @@ class Watcher:
         try:
             self._loop.call_soon_threadsafe(self._woken.set)
         except RuntimeError:
-            pass  # the loop has been closed, and with it the stream
+            pass  # the event loop and the stream have been closed
 
 
 @dataclass(slots=True, eq=False)
 class TenantStoreWatch:
     """The `Listener` of one tenant store, which passes events on to watchers. `told` has the keys
-    of the blocks that it has reported as stored."""
+    of the blocks that were reported as stored."""
 
     tenant_store: ServedStore
     max_told: int
@@ -136,7 +136,7 @@ class TenantStoreWatch:
         gone = [key for key, state in zip(some, states, strict=True) if state is State.MISS]
         here = [key for key, state in zip(some, states, strict=True) if state is not State.MISS]
         with self.lock:
-            for key in here:  # moves it to the end, to be looked up last
+            for key in here:  # moves `key` to the end, to be looked up last
                 if key in self.told:
                     del self.told[key]
                     self.told[key] = None
@@ -152,7 +152,7 @@ class TenantStoreWatch:
 
 
 class Watches:
-    """A server's watchers, divided among tenants by `Shares`. Used on one event loop only."""
+    """A server's watchers; `Shares` limits those of each tenant. Used on one event loop only."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class Watches:
         self._shares.set_tenants(num_tenants)
 
     def end_of(self, tenants: Collection[str]) -> None:
-        """End these tenants' streams after the queued events. The tenants may begin new streams."""
+        """End the streams of `tenants` after the queued events. Tenants may begin new streams."""
         for watch in self._tenant_stores.values():
             for watcher in watch.watchers:
                 if watcher.tenant in tenants:
@@ -225,7 +225,7 @@ class Watches:
                 try:
                     await asyncio.to_thread(watch.look_again)
                 except TierClosed:
-                    pass  # the tenant store's watchers are about to be ended
+                    pass  # the watchers are about to be ended
 
 
 def _parts(keys: Sequence[bytes]) -> Iterable[Sequence[bytes]]:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs encode blocks for a tier and decode them again. Never imports torch, numpy or a tier."""
+"""Codecs, which encode and decode a tier's blocks. Never imports torch, numpy or a tier."""

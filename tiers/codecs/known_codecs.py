@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Codecs by name: the values of the codec flag, and the functions that make the codecs. `CODECS`
-has the codecs without torch; callers pass in others (connector/device/fp8_codec.py)."""
+has the codecs without torch; callers pass in other codecs (connector/device/fp8_codec.py)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..block import BlockLayout
 from ..errors import TierConfigError
 from .base import Codec
 
-# Raises TierConfigError where the codec does not fit the layout.
+# A function that makes a codec, or raises TierConfigError for an unsupported layout.
 CodecFactory = Callable[[BlockLayout], Codec]
 
 NONE = "none"
 DEFAULT_CODEC = NONE
-# Codecs that round K and V, by name. They need torch, so `connector/build.py` passes them in.
+# The names of codecs that round K and V; these need torch, so `connector/build.py` passes them in.
 ROUNDING_CODECS = ("fp8",)
 
 
@@ -36,7 +36,7 @@ CODECS: Mapping[str, CodecFactory] = {"lossless": _lossless}
 def make_codec(
     name: str, layout: BlockLayout, more: Mapping[str, CodecFactory] | None = None
 ) -> Codec | None:
-    """Make the codec `name`; None for "none". Raises TierConfigError if it cannot be used."""
+    """Make the codec `name`; None for "none". Raises TierConfigError for an unusable codec."""
     if name == NONE:
         return None
     codecs = {**CODECS, **(more or {})}
@@ -48,14 +48,14 @@ def make_codec(
 
 
 def readable_codecs(layout: BlockLayout, codec: Codec | None) -> dict[int, Codec]:
-    """The codecs, by number, whose records a tier that writes with `codec` can read. These are
-    `codec` and all lossless codecs, so a store opens with and without a lossless codec."""
+    """Return the codecs, by number, whose records a tier that writes with `codec` can read: `codec`
+    and all lossless codecs. So a store opens with and without a lossless codec."""
     found: dict[int, Codec] = {}
     for factory in CODECS.values():
         try:
             each = factory(layout)
         except TierConfigError:
-            continue  # its records will be misses
+            continue  # the codec's records will be misses
         found[each.number] = each
     if codec is not None:
         found[codec.number] = codec

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lossless codec: splits the numbers of a block into byte planes and compresses each with zstd.
+"""LosslessCodec: splits a block's numbers into byte planes and compresses each plane with zstd.
 
 Neighbouring numbers have similar exponents and unrelated mantissas. So the high bytes of all
-numbers are stored together, where zstd finds repetitions, and the low bytes apart from them.
-Normally distributed bfloat16 numbers shrink to 0.68 of their size, float16 and float32 numbers to
-0.85.
+numbers are stored together, where zstd finds repetitions, and the low bytes separately. Normally
+distributed bfloat16 numbers shrink to 0.68 of their size, float16 and float32 numbers to 0.85.
 
     encoded = for each 256 KiB of the block: for each plane, lowest byte first:
               length u32 little-endian | one zstd frame of so many bytes
 
-Pieces of 256 KiB are encoded one by one: memory is bounded, and no thread waits long for the GIL.
-"""
+Pieces of 256 KiB are encoded one by one, so that memory is bounded and no thread waits long for the
+GIL."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class LosslessCodec(Codec):
-    """The codec `lossless`: byte planes and zstd, for any dtype. A one-byte dtype has one plane."""
+    """The codec `lossless`, for any dtype. A one-byte dtype has one byte plane."""
 
     name = "lossless"
     number = 1
@@ -39,7 +38,7 @@ class LosslessCodec(Codec):
     def __init__(self, layout: BlockLayout) -> None:
         super().__init__(layout)
         self._width = DTYPE_BYTES[layout.kv_dtype]
-        self._tools = threading.local()  # a compressor belongs to one thread
+        self._tools = threading.local()  # each thread has its own compressor
 
     @classmethod
     def validate_layout(cls, layout: BlockLayout) -> None:
@@ -79,9 +78,9 @@ class LosslessCodec(Codec):
             raise ValueError(f"{len(encoded) - used} bytes follow the last frame")
 
     def _plane(self, frame: memoryview, size: int) -> bytes:
-        """Decompress a frame. Raises ValueError if it does not hold exactly `size` bytes."""
+        """Decompress a zstd frame. Raises ValueError if it has not exactly `size` bytes."""
         try:
-            # zstd allocates the size that the frame claims: check it first.
+            # zstd allocates the size that the frame claims, so this size is checked first.
             if zstandard.frame_content_size(frame) != size:
                 raise ValueError(f"a frame does not hold the {size} bytes of a plane")
             return self._decompressor().decompress(frame, allow_extra_data=False)

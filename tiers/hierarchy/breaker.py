@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Breaker: a circuit breaker. It stops calls to a failing store, and tries again after a pause."""
+"""Breaker: a circuit breaker. Stops calls to a failing store, and tries again after a pause."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..mailbox import Mailbox
 
 FAILURES, LATE_ANSWERS = 5, 3
 WINDOW_SECONDS = 1.0
-# A pause and a lost probe together take less than two seconds: a store that works again must be
-# asked again within that time.
+# A pause and a lost probe take less than two seconds together, so that a store that works again is
+# used again within this time.
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 0.75
 PROBE_SECONDS = 1.0
-# The most probes under way. If the store answers none of them, no further probe is made.
+# The most unanswered probes, after which no further probe is made.
 MAX_PROBES = 8
 
 
@@ -39,7 +39,7 @@ class Breaker:
 
     Without a breaker every request to a hanging store would wait until its deadline. With a breaker
     only the first few requests wait, and no request waits for a probe. If a probe has not ended
-    after a second, another one is sent (up to `MAX_PROBES`), because the answer may be lost. The
+    after a second, another probe is sent (up to `MAX_PROBES`), because the answer may be lost. The
     breaker has no thread: the caller's thread reports results to it and reads `allows` before each
     call. Times are monotonic seconds."""
 
@@ -50,15 +50,15 @@ class Breaker:
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self._clock = clock
-        self._jitter = jitter  # from 0 to 1, so that many engines do not probe at once
+        self._jitter = jitter  # returns 0 to 1, so that many engines do not probe at once
         self._failures: deque[float] = deque(maxlen=FAILURES)
         self._late: deque[float] = deque(maxlen=LATE_ANSWERS)
         self._late_in_row = 0
         self._pause = FIRST_PAUSE_SECONDS
-        self.allows = True  # whether to ask the store; not to be changed
+        self.allows = True  # whether to call the store; read-only for callers
         self._probe_at = 0.0
         self._announced_at: float | None = None
-        self._probes = 0  # under way
+        self._probes = 0  # probes under way
         self.times_opened = 0
 
     @property
@@ -70,7 +70,7 @@ class Breaker:
 
     @property
     def probes_at(self) -> float | None:
-        """The time of the next probe, on the monotonic clock; None if no probe is to be made."""
+        """The time of the next probe, on the monotonic clock; None if no probe will be made."""
         return self._probe_at if not self.allows and self._probes < MAX_PROBES else None
 
     @property
@@ -78,7 +78,7 @@ class Breaker:
         return self.probes_at is not None and self._clock() >= self._probe_at
 
     def announce_probe(self, mailbox: Mailbox) -> None:
-        """Set a timer in `mailbox` for the next probe, if none is set for it."""
+        """Set a timer in `mailbox` for the next probe, unless this timer is set already."""
         moment = self.probes_at
         if moment is not None and moment != self._announced_at:
             self._announced_at = moment
@@ -90,7 +90,7 @@ class Breaker:
         self._probe_at = self._clock() + PROBE_SECONDS
 
     def probe_ended(self, answered: bool) -> None:
-        """Record the end of a probe. `answered` says whether the store answered, however late."""
+        """Record the end of a probe. `answered`: whether the store answered, even if late."""
         self._probes -= 1
         if self.allows:
             return

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GuardedStore: a store with circuit breakers and with a count of its faults.
+"""GuardedStore: a store with circuit breakers and a count of the store's faults.
 
-Every fault of a store becomes a miss. This module counts each fault and reports it to one of the
-store's two circuit breakers. Reads and writes have separate breakers, because reads may succeed
-while writes hang. While a breaker is open, the store is probed with one block at intervals. A read
-probe has its own memory and takes no slot of the slab, because a hanging store may write to the
-memory later."""
+Every fault of a store becomes a miss, is counted, and is reported to one of the store's two circuit
+breakers. Reads and writes have separate breakers, because reads may succeed while writes hang.
+While a breaker is open, the store is probed with one block at intervals. A read probe has separate
+memory and takes no slot of the slab, since a hanging store may write there later."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ from .hierarchy_options import HierarchyOptions
 
 LATE = "late"
 LATE_WRITE = "late_write"
-# Faults of single blocks, which open no breaker: the store refused the block; the slab's bytes did
-# not match its proof; the bytes read were stored under another key.
+# Faults of single blocks, which open no breaker: the store refused the block; the bytes in the slab
+# did not match the block's proof; the store returned the bytes of another key.
 REFUSED, DAMAGED, WRONG_TAG = "refused", "damaged_in_slab", "wrong_tag"
 
 
@@ -45,21 +44,21 @@ class Traffic:
     """Counters of the transfers between the slab and one store: a *promotion* is a batch read, a
     *cascade* a batch written. Only the hierarchy's thread changes the counters."""
 
-    active_promotions: int = 0  # batches under way now
-    active_cascades: int = 0  # batches under way now
-    # Time from the call of the store to its answer, for batches that were answered.
+    active_promotions: int = 0  # gauge: batches under way
+    active_cascades: int = 0  # gauge: batches under way
+    # Seconds from the call of the store to the store's answer, for batches with an answer.
     promotion_seconds: Histogram = field(default_factory=lambda: Histogram(IO_SECONDS))
-    promotion_failures: int = 0  # batches that broke or were late
+    promotion_failures: int = 0  # batches that failed or were late
     promotion_allocation_failures: int = 0  # loads cut short because the slab had no slot
-    cascade_failures: int = 0  # batches that broke or were late
-    late_write_blocks: int = 0  # now: slots held by batches that are late and have not ended
-    # Blocks that the slab evicted before the store took them; evictions with any such block.
+    cascade_failures: int = 0  # batches that failed or were late
+    late_write_blocks: int = 0  # gauge: slots of late batches that have not ended
+    # Blocks that the slab evicted before the store took them; evictions with such a block.
     lost_blocks: int = 0
     lost_stores: int = 0
-    unadmitted_blocks: int = 0  # blocks that the admission filter found not worth writing
-    breaker: str = "closed"  # now: "closed", "open" or "probing"
-    breaker_opened: int = 0  # times
-    # The breaker of writes; `breaker` is for all other calls.
+    unadmitted_blocks: int = 0  # blocks that the admission filter refused
+    breaker: str = "closed"  # gauge: "closed", "open" or "probing"
+    breaker_opened: int = 0  # how often the breaker opened
+    # The breaker of writes; `breaker` is the breaker of all other calls.
     write_breaker: str = "closed"
     write_breaker_opened: int = 0
 
@@ -81,8 +80,8 @@ class GuardedStore:
         self.traffic = Traffic()
         self._faults: dict[str, int] = {}
         self._last_stats = TierStats()
-        self._open_lookups = 0  # prefetched look-ups without an answer
-        # Keys for probes: of the last look-up with a hit, or else of the first failed look-up.
+        self._open_lookups = 0  # unanswered prefetched look-ups
+        # Keys for probes, from the last look-up with a hit, or else from the first failed look-up.
         self._known: Sequence[bytes] | None = None
 
     @property
@@ -93,7 +92,7 @@ class GuardedStore:
     def count_fault(
         self, reason: str | Exception, times: int = 1, *, writing: bool = False
     ) -> None:
-        """Count a fault and report it to the breaker. An exception counts under the name of its
+        """Count a fault and report it to the breaker. An exception is counted by the name of its
         class. A busy store and faults of single blocks leave the breaker unchanged."""
         name = name_of(reason)
         self._faults[name] = self._faults.get(name, 0) + times
@@ -106,7 +105,7 @@ class GuardedStore:
             breaker.failed()
 
     def attempt(self, call: Callable[[], object], *, writing: bool = False) -> None:
-        """Run `call`, a call of the store. An exception from it is counted and not raised."""
+        """Run `call`, a call of the store. An exception is counted and not raised."""
         try:
             call()
         except Exception as error:  # noqa: BLE001 - any fault of a store is counted, none spreads
@@ -116,7 +115,7 @@ class GuardedStore:
         self.attempt(lambda: self.tier.drop(keys), writing=True)
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
-        """The store's answers. All are MISS if the breaker is open or the call fails."""
+        """Return the store's answers; all are MISS if the breaker is open or the call fails."""
         if not self.breaker.allows:
             return [Answer.MISS] * len(keys)
         try:
@@ -132,8 +131,8 @@ class GuardedStore:
         return answers
 
     def prefetch_lookup(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> bool:
-        """Look up a queued prompt's blocks, in prompt order. Return True if the store asks its
-        server; `mailbox.version` changes with the answer."""
+        """Look up a queued prompt's blocks, in prompt order. Return True if the store sends its
+        server a request; `mailbox.version` changes with the answer."""
         if not self.breaker.allows:
             return False
         try:
@@ -156,8 +155,8 @@ class GuardedStore:
     def lease(
         self, keys: Sequence[bytes], seconds: float, done: Callable[[list[bool]], None]
     ) -> None:
-        """Lease blocks for `seconds`. The owner's thread calls `done`, perhaps at once, with
-        whether each block is protected: none if the store fails."""
+        """Lease blocks for `seconds`. The owner's thread calls `done`, perhaps at once, with a bool
+        for each block, whether it is protected; all are False if the store fails."""
         none = [False] * len(keys)
         try:
             future = self.tier.lease(keys, seconds) if self.breaker.allows else None
@@ -181,7 +180,7 @@ class GuardedStore:
         future.add_done_callback(lambda over: self.mailbox.deliver(lambda: ended(over)))
 
     def probe_when_due(self) -> None:
-        """Begin a read probe if one is due, and set a timer for the next probe."""
+        """Begin a read probe if a probe is due, and set a timer for the next probe."""
         if self.breaker.allows:
             return
         if self.breaker.probe_due:
@@ -189,7 +188,7 @@ class GuardedStore:
         self.breaker.announce_probe(self.mailbox)
 
     def stats(self) -> TierStats:
-        """The store's counters, or the last known ones if it raises, with this object's faults."""
+        """Return the store's counters (the last known if it raises), with this object's faults."""
         try:
             stats = self.tier.stats()
             if not isinstance(stats, TierStats):
@@ -205,7 +204,7 @@ class GuardedStore:
         return dataclasses.replace(stats, errors=errors)
 
     def copy_traffic(self) -> Traffic:
-        """A copy of the traffic counters, with the present state of both breakers."""
+        """Return a copy of the traffic counters, with the present state of both breakers."""
         traffic = copy.deepcopy(self.traffic)
         traffic.breaker = self.breaker.state.value
         traffic.breaker_opened = self.breaker.times_opened
@@ -232,11 +231,11 @@ class GuardedStore:
         future.add_done_callback(lambda done: self.mailbox.deliver(lambda: self._probe_ended(done)))
 
     def _key_to_probe(self) -> bytes:
-        """A key to read in a probe. If possible, it is the key of a block that the store has."""
+        """Return a key to read in a probe, if possible of a block that the store has."""
         keys = self._known or ()
         answers = self.tier.lookup(keys)
         check_answers(answers, keys)
-        # Take the last hit: requests read earlier keys first, and the fault may have lost those.
+        # The last hit is taken: requests read earlier keys first, so a fault may have lost those.
         found = (key for key, a in zip(keys[::-1], answers[::-1], strict=True) if a is Answer.HIT)
         return next(found, keys[-1] if keys else bytes(KEY_BYTES))
 
@@ -266,9 +265,9 @@ def name_of(reason: str | Exception) -> str:
 def find_stores(
     stores: Sequence[GuardedStore], keys: Sequence[bytes], awaited: set[bytes] | None = None
 ) -> list[GuardedStore | None]:
-    """Return for each key the first store that has it, or None. A key that a store reports as
-    PENDING during a prefetched look-up is added to `awaited`. Any other PENDING counts as a miss,
-    because no completion would wake a request that waits for the block."""
+    """Return for each key the first store that has the block, or None. A key that a store reports
+    as PENDING during a prefetched look-up is added to `awaited`. Any other PENDING counts as a
+    miss, because no completion would wake a request that waits."""
     places: list[GuardedStore | None] = [None] * len(keys)
     for store in stores:
         unplaced = [i for i, place in enumerate(places) if place is None]

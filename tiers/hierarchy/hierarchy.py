@@ -6,15 +6,14 @@
 
 Blocks are written to a shared store at once. By default a promoted block also stays in its store
 (inclusive). An exclusive first store drops a promoted block, and gets it back before the slab
-evicts it. In both cases a block that was written back stays in the slab until its slot is needed.
-Every fault of a store becomes a miss and is counted by its cause, and no load, store or look-up
-raises.
+evicts it. A block that was written back stays in the slab until its slot is needed. Every fault of
+a store becomes a miss and is counted by its cause; no load, store or look-up raises.
 
-A caller may rely on this:
+A caller may rely on these properties:
 - no method but `flush` and `close` waits for a disk or a socket;
 - `wakeup` is called, from any thread, when `poll` may have work;
-- the bytes in a load's slots do not change from when `LoadTicket.waiting` is 0 to `end_load`. A
-  caller must do this:
+- the bytes in a load's slots do not change from when `LoadTicket.waiting` is 0 to `end_load`.
+A caller must obey these rules:
 - call every method from one thread, and call `poll` after each `wakeup`;
 - end each ticket exactly once."""
 
@@ -36,19 +35,19 @@ from .promotions import LoadTicket, Promotions
 from .write_back import WriteBacks
 
 DEFAULTS = HierarchyOptions()
-# Each engine step calls `poll`, so `poll` returns at once while no event has come. Timed work sets
-# timers; if a timer is missed, the work is delayed by at most this time.
+# The longest time between two runs of timed work. Each engine step calls `poll`, which returns at
+# once without an event; a missed timer delays work by at most this time.
 POLL_SECONDS = 0.05
 
 
 @dataclass(slots=True, eq=False)
 class StoreTicket:
-    """The slots that were reserved for blocks that the slab did not have."""
+    """The slots that `begin_store` reserved for blocks that the slab did not have."""
 
     keys: list[bytes]
     slots: list[int]
     epoch: int
-    num_refused: int = 0  # blocks that the slab had no slot for
+    num_refused: int = 0  # blocks for which the slab had no slot
 
 
 class Hierarchy:
@@ -63,10 +62,10 @@ class Hierarchy:
         wakeup: Callable[[], None],
         options: HierarchyOptions = DEFAULTS,
     ) -> None:
-        self.tiers = [slab.name, *(store.name for store in stores)]  # the slab first
+        self.tiers = [slab.name, *(store.name for store in stores)]  # names, the slab first
         self.num_slots = slab.num_slots  # blocks that the slab can hold
         self.block_bytes = slab.layout.page_bytes
-        self.has_stores = bool(stores)  # below the slab
+        self.has_stores = bool(stores)  # whether stores are below the slab
         self._slab = slab
         self._admission = options.admission
         self._tagger = options.tagger
@@ -105,8 +104,8 @@ class Hierarchy:
 
     @property
     def num_unwritten(self) -> int:
-        """The number of slab blocks that a store would not get if they were evicted now, for the
-        store that lacks most. A store with an open breaker does not count."""
+        """The number of slab blocks that would be lost for a store if they were evicted now, for
+        the store that lacks most blocks. A store with an open breaker does not count."""
         return self._write_backs.num_unwritten
 
     @property
@@ -121,7 +120,7 @@ class Hierarchy:
 
     @property
     def learns(self) -> bool:
-        """Whether `announce_prompt` has any effect."""
+        """Whether `announce_prompt` has an effect."""
         return (
             self._slab.learns
             or (self.has_stores and self._admission.learns)
@@ -140,23 +139,24 @@ class Hierarchy:
 
     def prefetch_lookup(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> bool:
         """Call `prefetch_lookup` of all stores for a queued prompt whose blocks are `keys`, in
-        prompt order. True if a store asks its servers; `version` changes with the answer."""
+        prompt order. True if a store sends its servers a request; `version` changes with the
+        answer."""
         is_open = [store.prefetch_lookup(keys, context) for store in self._stores]
         return any(is_open)
 
     def find_prefix(self, keys: Sequence[bytes]) -> Prefix:
-        """The longest prefix of `keys` whose blocks are all in some tier. Changes nothing."""
+        """Return the longest prefix of `keys` with all blocks in some tier. Changes nothing."""
         prefix = self._look_up.match_prefix(keys)
         if not all(store.breaker.allows for store in self._stores):
-            self._mailbox.is_due = True  # a store that failed to answer is to be probed
+            self._mailbox.is_due = True  # `poll` must probe a store that failed to answer
         return prefix
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
-        """HIT, MISS or PENDING for each key, whatever the other keys are. Changes nothing."""
+        """Return HIT, MISS or PENDING for each key, independent of other keys. Changes nothing."""
         return self._look_up.answers(keys)
 
     def begin_load(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> LoadTicket:
-        """Pin the blocks that the slab has and promote the rest. If the slab lacks slots, only the
+        """Pin the blocks that the slab has, promote all others. If the slab lacks slots, only the
         leading blocks that fit are loaded. Keys are in prompt order; `context` is the request's."""
         self._mailbox.is_due = True
         return self._promotions.begin_load(keys, context)
@@ -168,7 +168,7 @@ class Hierarchy:
 
     def begin_store(self, keys: Sequence[bytes]) -> StoreTicket:
         """Reserve slots for the blocks that the slab does not have. Keys are in prompt order. If
-        slots are short, the last blocks get none: a block is useless without those before it."""
+        slots are short, the last blocks get no slot; a block needs those before it."""
         answers = self._slab.lookup(keys)
         new = [k for k, a in zip(keys, answers, strict=True) if a is Answer.MISS]
         ticket = StoreTicket([], [], self._epoch)
@@ -188,9 +188,9 @@ class Hierarchy:
         proofs: Proofs | None = None,
         digests: Sequence[bytes] | None = None,
     ) -> None:
-        """End a ticket. `ok`, a bool for all blocks or one for each, says whether the bytes are in
-        the slots; a slot without bytes is freed. `proofs[i]` is the proof of the i-th block, if
-        known. With a tagger, `digests` (16 bytes for each block) are made into proofs."""
+        """End a ticket. `ok`, one bool for all blocks or one for each block, says whether the bytes
+        are in the slots; a slot without bytes is freed. `proofs[i]` is the proof of the i-th block,
+        if known. With a tagger, `digests` (16 bytes for each block) are made into proofs."""
         self._mailbox.is_due = True
         verdicts = [ok] * len(ticket.keys) if isinstance(ok, bool) else list(ok)
         if ticket.epoch != self._epoch:
@@ -209,7 +209,7 @@ class Hierarchy:
         return self._slab.withhold(ticket.keys)
 
     def restore(self, slots: Sequence[int]) -> None:
-        """Free withheld slots. No write to them may still be under way."""
+        """Free withheld slots. No write to these slots may still be under way."""
         self._slab.restore(slots)
 
     def poll(self) -> bool:
@@ -229,14 +229,14 @@ class Hierarchy:
         return self.version != before
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Write all blocks to the stores that lack them, the most recently used first. False if
-        some were not written. Only for shutdown: it waits, but gives up a store that takes no
-        block."""
+        """Write all blocks to the stores that lack them, the most recently used first. Return False
+        if some were not written. Only for shutdown: `flush` waits, but not for a store that takes
+        no block."""
         return self._write_backs.write_missing(timeout_seconds, self._mailbox)
 
     def forget_blocks(self, keys: Sequence[bytes]) -> None:
-        """Forget blocks in every tier. A pinned block is forgotten at once, and its slot is freed
-        with its last pin. A block that is being read or written is forgotten when that ends."""
+        """Remove blocks from every tier. A pinned block is removed at once; its slot is freed with
+        its last pin. A block that is being read or written is removed when the transfer ends."""
         self._mailbox.is_due = True
         self._slab.forget(keys)
         self._mailbox.version += 1
@@ -246,9 +246,9 @@ class Hierarchy:
             store.drop(keys)
 
     def clear(self, *, sweep: bool = True) -> None:
-        """Forget every block in every tier. Pinned blocks, and blocks that are being read or
+        """Remove every block from every tier. Pinned blocks, and blocks that are being read or
         written, are treated as in `forget_blocks`. Without `sweep`, the caller must call the method
-        `sweep` to free the slots, which takes far longer than forgetting."""
+        `sweep` to free the slots, which takes far longer than the removal."""
         self._epoch += 1
         self._mailbox.version += 1
         self._slab.clear()
@@ -260,13 +260,13 @@ class Hierarchy:
             self.sweep(self._slab.num_slots)
 
     def sweep(self, most: int) -> int:
-        """Free up to `most` slots of blocks that `clear` has forgotten. Return how many."""
+        """Free up to `most` slots of blocks that `clear` removed. Return how many were freed."""
         return self._slab.sweep(most)
 
     def shared(self, keys: Sequence[bytes], *, write: bool = False) -> list[Answer]:
-        """Return for each key HIT if the shared store has the block, PENDING if it is being
-        written there, else MISS. With `write`, blocks that only the slab has are written to it.
-        If no store is shared but the slab is served, the answers are the slab's."""
+        """Return for each key HIT if the shared store has the block, PENDING if it is being written
+        there, else MISS. With `write`, blocks that only the slab has are written to the shared
+        store. If no store is shared but the slab is served, the answers are those of the slab."""
         shared = next(((i, s) for i, s in enumerate(self._stores) if s.is_shared), None)
         if shared is None:
             served = self._slab.is_served
@@ -276,7 +276,7 @@ class Hierarchy:
         missing = [i for i, answer in enumerate(answers) if answer is Answer.MISS]
         in_slab = self._slab.lookup([keys[i] for i in missing])
         write_back = self._write_backs.get_write_back(index)
-        # No request waits while a breaker is open; the write is then a probe.
+        # While a breaker is open no request waits, and a write is a probe.
         is_waiting = store.breaker.allows and store.write_breaker.allows
         again = []
         for i, answer in zip(missing, in_slab, strict=True):
@@ -292,11 +292,11 @@ class Hierarchy:
         return answers
 
     def watch_stores(self, hear: Callable[[Sequence[bytes]], bool]) -> None:
-        """Watch the stores that other engines write to. `poll` calls `hear` with their new blocks
-        that the slab does not have. If `hear` returns True, `version` changes."""
+        """Watch the stores that other engines write to. `poll` calls `hear` with the keys of new
+        blocks that the slab does not have. If `hear` returns True, `version` changes."""
 
         def heard(keys: Sequence[bytes]) -> None:
-            answers = self._slab.lookup(keys)  # the stores report this engine's blocks too
+            answers = self._slab.lookup(keys)  # stores report this engine's blocks too
             others = [k for k, answer in zip(keys, answers, strict=True) if answer is Answer.MISS]
             self._mailbox.version += hear(others)
 
@@ -307,8 +307,8 @@ class Hierarchy:
     def lease(
         self, keys: Sequence[bytes], seconds: float, done: Callable[[list[bool]], None]
     ) -> None:
-        """Lease these blocks for `seconds` in the shared store, or else in the slab. `done` is
-        called, by `poll` or at once, with a bool for each block: whether it is protected."""
+        """Lease the blocks `keys` for `seconds` in the shared store, or else in the slab. `done` is
+        called, by `poll` or at once, with a bool for each block, whether it is protected."""
         for store in self._stores:
             if store.is_shared:
                 store.lease(keys, seconds, done)
@@ -321,37 +321,37 @@ class Hierarchy:
         return self._slab.hold(keys, seconds)
 
     def ask_stores(self, keys: Sequence[bytes], seconds: float) -> None:
-        """Lease these blocks, given in prompt order, for `seconds` in each store with leases. A
-        store leases the blocks that it has. The leases end by themselves."""
+        """Lease the blocks `keys`, given in prompt order, for `seconds` in each store with leases.
+        A store leases the blocks that it has. The leases end after `seconds`."""
         for store in self._stores:
             store.lease(keys, seconds, _ignore)
 
     def release_hold(self, hold: Hold) -> None:
-        """End a hold before its time. Does nothing if the hold has already ended."""
+        """End a hold before its time. Does nothing if the hold has ended."""
         self._slab.release(hold)
 
     def stats(self) -> dict[str, TierStats]:
-        """Counters by tier. The slab's `dropped_stores` includes blocks evicted unwritten."""
+        """Return counters by tier. The slab's `dropped_stores` includes unwritten evictions."""
         slab = self._slab.stats()
         slab.dropped_stores += sum(store.traffic.lost_blocks for store in self._stores)
         return {self._slab.name: slab} | {store.name: store.stats() for store in self._stores}
 
     def traffic(self) -> dict[str, Traffic]:
-        """Copies of the transfer counters by store, the fastest store first."""
+        """Return copies of the transfer counters by store, the fastest store first."""
         return {store.name: store.copy_traffic() for store in self._stores}
 
     def close(self, timeout_seconds: float) -> bool:
-        """Close the stores, then the slab. False if a store still uses slots after
-        `timeout_seconds`: the slab then stays open, because the store may write to its memory.
-        Idempotent."""
+        """Close the stores, then the slab. Return False if a store still uses slots after
+        `timeout_seconds`; the slab then stays open, because the store may write to the slab's
+        memory. Idempotent."""
         if self._closed:
             return not self._is_used()
         self._closed = True
         self._mailbox.close()
         deadline = time.monotonic() + timeout_seconds
         for place, store in enumerate(self._stores):
-            # Each store gets its share of the time, so that a hanging store leaves time for the
-            # next.
+            # Each store gets a share of the time, so that a hanging store leaves time for the next
+            # store.
             left = max(0.0, deadline - time.monotonic()) / (len(self._stores) - place)
             store.attempt(partial(store.tier.close, left))
         self._mailbox.run_delivered()
@@ -367,4 +367,4 @@ class Hierarchy:
 
 
 def _ignore(_kept: list[bool]) -> None:
-    """Do nothing with the answers of a lease."""
+    """Ignore the answers of a lease."""

@@ -11,23 +11,23 @@ from ..base import Answer, SlabTier
 from .guarded_store import GuardedStore, find_stores
 from .promotions import Promotions
 
-# A look-up stops at the first miss, which for most prompts is the first block. So the first batch
-# is small, and each next batch is larger.
+# Sizes of the first and the largest batch of keys. A look-up stops at the first miss, which for
+# most prompts is the first block, so the first batch is small and each next batch is larger.
 FIRST_BLOCKS, FIND_BLOCKS = 4, 256
 
 
 class Prefix(NamedTuple):
-    """The leading blocks that were found, and their `tiers`. `pending` says that the next block is
-    being copied into the slab, `asked` that a server is being asked for it."""
+    """The leading blocks that were found, and their `tiers`. `pending`: the next block is being
+    copied into the slab. `asked`: a server has not answered yet whether it has the next block."""
 
     tiers: list[str]
     pending: bool
     asked: bool = False
-    num_found: int = 0  # blocks or positions found, before `tiers` was shortened
+    num_found: int = 0  # blocks found, before `tiers` was shortened
 
 
 class PrefixLookup:
-    """Looks blocks up in the slab, in the stores and in the promotions under way."""
+    """A look-up of blocks in the slab, in the stores and in the promotions under way."""
 
     def __init__(
         self, slab: SlabTier, stores: Sequence[GuardedStore], promotions: Promotions
@@ -37,7 +37,7 @@ class PrefixLookup:
         self._promotions = promotions
 
     def match_prefix(self, keys: Sequence[bytes]) -> Prefix:
-        """The longest prefix of `keys` whose blocks are all in some tier."""
+        """Return the longest prefix of `keys` whose blocks are all in some tier."""
         tiers: list[str] = []
         size = FIRST_BLOCKS
         while len(tiers) < len(keys):
@@ -66,9 +66,9 @@ class PrefixLookup:
         return Prefix(tiers, False)
 
     def answers(self, keys: Sequence[bytes]) -> list[Answer]:
-        """HIT, MISS or PENDING for each key by itself. A block being promoted is a HIT, because a
-        load can wait for it. PENDING: it is being copied into the slab and no load can wait for
-        it."""
+        """Return HIT, MISS or PENDING for each key by itself. A block being promoted is a HIT,
+        because a load can wait for the block. A block that is being copied into the slab, for which
+        no load can wait, is PENDING."""
         answers = self._slab.lookup(keys)
         hit, miss, pending = Answer.HIT, Answer.MISS, Answer.PENDING
         if answers.count(hit) == len(answers):

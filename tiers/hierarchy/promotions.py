@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Promotions: the loads, and the batches that stores read into reserved slots of the slab.
 
-A load asks for the leading blocks of a prompt. If a block is in no tier, or the slab has no slot
-for it, the blocks after it are useless and are not read. A block is read only once, however many
-loads wait for it. If a promotion misses its deadline, the waiting loads fail. Its slots stay
-reserved until the read has ended, because the store may still write to them. Blocks that the late
-read brings are published for later loads."""
+A load requests the leading blocks of a prompt. If a block is in no tier, or gets no slot in the
+slab, the blocks after this block are useless and are not read. A block is read only once, however
+many loads wait for it. If a promotion misses its deadline, the waiting loads fail. The slots of a
+late promotion stay reserved until the read has ended, because the store may still write to them;
+the blocks are then published for later loads."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ..tag import Proof, Proofs, Tagger
 from .guarded_store import LATE, WRONG_TAG, GuardedStore, check_answers, find_stores, name_of
 from .write_back import WriteBacks
 
-MISSED = "missed"  # the store had lost the block, or the block was damaged
+MISSED = "missed"  # the store did not have the block, or it was damaged
 
 
 @dataclass(slots=True, eq=False)
 class LoadTicket:
     """A load. When `waiting` is 0, `slots[i]` is the pinned slot of `keys[i]`, or None if the block
-    was not loaded. Only the first `begun` blocks are loaded, because the next one is in no tier or
-    got no slot. `fault` says why one of the first `begun` blocks was not loaded, if any."""
+    was not loaded. Only the first `begun` blocks are loaded, because the next block is in no tier
+    or got no slot. `fault` says why one of the first `begun` blocks was not loaded, if any."""
 
     keys: list[bytes]
     slots: list[int | None]
-    tiers: list[str]  # the source of each of the first `begun` blocks
-    waiting: int = 0  # blocks still being read
+    tiers: list[str]  # the source tier of each of the first `begun` blocks
+    waiting: int = 0  # how many blocks are still being read
     ended: bool = False
     begun: int = 0
     fault: str | None = None
@@ -48,15 +48,15 @@ class Promotion:
     deadline: float
     waiting: list[tuple[LoadTicket, int]] = field(default_factory=list)
     late: bool = False
-    wanted: bool = True  # False after a clear
-    dropped: set[bytes] = field(default_factory=set)  # the forgotten ones of `keys`
+    wanted: bool = True  # False after `clear`
+    dropped: set[bytes] = field(default_factory=set)  # removed keys
 
     def brings(self, key: bytes) -> bool:
-        """Whether a load that waits for this promotion may get the block."""
+        """Whether a load may wait for this promotion to get the block `key`."""
         return self.wanted and not self.late and key not in self.dropped
 
     def join(self, ticket: LoadTicket, index: int) -> None:
-        """Make the ticket's block at `index` wait for this promotion."""
+        """Make a ticket wait for this promotion of the ticket's block at `index`."""
         self.waiting.append((ticket, index))
         ticket.tiers[index] = self.store.name
         ticket.waiting += 1
@@ -72,7 +72,7 @@ class Promotion:
 
 class Promotions:
     """The loads of a hierarchy and the promotions under way for them. With a `tagger`, only blocks
-    that have the tag it makes are published. Only one thread calls the methods."""
+    with the tag that the tagger makes are published. Only one thread calls the methods."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Promotions:
         self._write_backs = write_backs
         self._tagger = tagger
         self.under_way: list[Promotion] = []
-        self.by_key: dict[bytes, Promotion] = {}  # blocks of `under_way`
+        self.by_key: dict[bytes, Promotion] = {}  # by keys in `under_way`
 
     def begin_load(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> LoadTicket:
         """See `Hierarchy.begin_load`."""
@@ -118,19 +118,19 @@ class Promotions:
                 promotion.store.mailbox.version += 1
 
     def clear(self) -> None:
-        """Make sure that no block of the promotions under way is published."""
+        """Prevent that a block of the promotions under way is published."""
         for promotion in self.under_way:
             promotion.wanted = False
 
     def drop_promotions(self, keys: Sequence[bytes]) -> None:
-        """Keep later loads from waiting for promotions of these forgotten blocks."""
+        """Keep later loads from waiting for promotions of the removed blocks `keys`."""
         for key in keys:
             promotion = self.by_key.get(key)
             if promotion is not None:
                 promotion.dropped.add(key)
 
     def _promote(self, ticket: LoadTicket, missing: list[int]) -> None:
-        """Load missing blocks: join promotions under way, and start new ones for the rest."""
+        """Load missing blocks: join promotions under way, and start promotions of other blocks."""
         keys = ticket.keys
         joined = {i: found for i in missing if (found := self.by_key.get(keys[i])) is not None}
         fresh = [i for i in missing if i not in joined]
@@ -209,7 +209,7 @@ class Promotions:
         except Exception as error:  # noqa: BLE001 - any fault of a store is a counted miss
             store.count_fault(error)
             proofs = [None] * len(promotion.keys)
-            store.traffic.promotion_failures += not promotion.late  # a late one is counted already
+            store.traffic.promotion_failures += not promotion.late  # late: counted already
             fault = name_of(error)
         else:
             if not promotion.late:
@@ -218,7 +218,7 @@ class Promotions:
         self._finish_promotion(promotion, proofs, fault)
 
     def _tagged(self, promotion: Promotion, proofs: list[Proof | None]) -> list[Proof | None]:
-        """`proofs`, with None for a block whose tag is wrong. The store drops such a block."""
+        """Return `proofs`, with None for a block with a wrong tag, which the store then drops."""
         tagger = self._tagger
         if tagger is None:
             return proofs
@@ -234,7 +234,7 @@ class Promotions:
         return [None if k in wrong else p for k, p in zip(promotion.keys, proofs, strict=True)]
 
     def _finish_promotion(self, promotion: Promotion, proofs: Proofs, fault: str = MISSED) -> None:
-        """Publish read blocks, and pin them for loads. `fault` says why others were not read."""
+        """Publish read blocks, and pin them for loads. `fault`: why other blocks were not read."""
         ok = [promotion.wanted and proof is not None for proof in proofs]
         store = promotion.store
         self._write_backs.promoted(store, self._slab.commit(promotion.keys, ok, proofs))
@@ -244,7 +244,7 @@ class Promotions:
             del self.by_key[key]
         store.mailbox.version += 1
         waiting = [(ticket, i) for ticket, i in promotion.waiting if not ticket.ended]
-        # No touch: the commit has just made these blocks the newest, and the pins are no hits.
+        # Without a touch: the commit has just made the blocks the newest, and the pins are no hits.
         slots = self._slab.pin([ticket.keys[i] for ticket, i in waiting], touch=False)
         for (ticket, i), slot in zip(waiting, slots, strict=True):
             ticket.slots[i] = slot

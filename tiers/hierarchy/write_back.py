@@ -4,13 +4,13 @@
 While the slab has enough free slots, no block is written. When free slots run low, blocks that the
 store may lack are written in batches, the least recently used first. The slots of a batch stay
 pinned until its write ends. A batch that is not full waits up to 5 s for more blocks, because even
-a small batch costs a sync and a commit; it does not wait if one of its blocks is about to be
+a small batch costs a sync and a commit; a batch does not wait if one of its blocks is about to be
 evicted. A slow store delays no request: the slab evicts unwritten blocks, and `Traffic.lost_blocks`
-counts them. An admission filter may refuse a block; the filter is asked again after the block's
-next use.
+counts them. An admission filter may refuse a block; the filter decides anew after the block's next
+use.
 
-Blocks go to a shared store at once and without the filter, because other engines wait for them.
-Write-back has no thread: `Hierarchy` runs it in its own calls and after completions."""
+Blocks are written to a shared store at once and without the filter, because other engines wait for
+the blocks. Write-back has no thread: `Hierarchy` runs it in its own calls and after completions."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from .guarded_store import GuardedStore
 from .hierarchy_options import HierarchyOptions
 from .writes import Writes
 
-# A batch of this many bytes is worth its sync. Several batches keep a disk busy during a sync
-# (three wrote 5 % more than two). The limit in blocks bounds the time of one `poll`.
+# The size at which a batch is worth its sync. Several batches keep a disk busy during a sync (three
+# wrote 5 % more than two). The limit in blocks bounds the time of one `poll`.
 BATCH_BYTES = 64 * 1024**2
 BATCH_BLOCKS = 256
 BATCHES_IN_FLIGHT = 3
-# A batch is at most this share of the slab: an eighth below FEW_SLOTS slots, else a quarter. With
-# more slots an eighth would be a small batch that costs the sync and commit of a full one.
+# The largest share of the slab in a batch: an eighth below FEW_SLOTS slots, else a quarter, since
+# small batches cost as many syncs and commits as full ones.
 SHARES_OF_SLAB, FEWER_SHARES = 8, 4
 FEW_SLOTS = 1024
-# The time that a batch waits to be full, unless a block of it is about to be evicted.
+# How long a batch waits to be full, unless one of its blocks is about to be evicted.
 FILL_SECONDS = 5.0
-# In a flush: the interval of checks of a store with writes in flight, and the pause before a busy
-# store without writes is asked again.
+# In a flush: the time between checks of a store with writes in flight, and the pause before a write
+# to a busy store without writes in flight is tried again.
 LOOK_SECONDS, RETRY_SECONDS = 0.25, 0.01
 
 
@@ -57,14 +57,14 @@ class WriteBack:
         batch_bytes = BATCH_BYTES // slab.layout.slot_bytes
         shares = SHARES_OF_SLAB if slab.num_slots < FEW_SLOTS else FEWER_SHARES
         self._batch = max(1, min(BATCH_BLOCKS, batch_bytes, slab.num_slots // shares))
-        # The queue: blocks to write, the least recently used first. True: the filter has admitted
-        # it.
+        # The queue of blocks to write, the least recently used first. True: the filter has admitted
+        # the block.
         self._dirty: OrderedDict[bytes, bool] = OrderedDict()
-        self._full_at: float | None = None  # when an incomplete batch is written (monotonic)
+        self._full_at: float | None = None  # when an incomplete batch is due (monotonic)
         self._alarm_at = 0.0  # the last timer that was set for `_full_at`
-        self._num_next = 0  # evictions announced and not yet compared with `_dirty`
-        self._is_urgent = False  # some of `_dirty` were among these evictions
-        self._refused: set[bytes] = set()  # by the filter; some may be evicted by now
+        self._num_next = 0  # announced evictions, not yet compared with `_dirty`
+        self._is_urgent = False  # whether blocks in `_dirty` are about to be evicted
+        self._refused: set[bytes] = set()  # keys that the filter refused, perhaps evicted by now
         self._writes = Writes(slab, store)
 
     @property
@@ -92,7 +92,7 @@ class WriteBack:
         return bool(self._dirty or self._writes)
 
     def added(self, keys: Sequence[bytes]) -> None:
-        """Queue blocks that came into the slab, in prompt order: the store may lack them."""
+        """Queue new blocks of the slab, in prompt order, which the store may lack."""
         if self._store.is_read_only:
             return
         for key in reversed(keys):
@@ -103,7 +103,7 @@ class WriteBack:
         return key in self._dirty or self._writes.holds(key)
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Record a use of these blocks, in prompt order: other queued blocks are written first."""
+        """Record a use of `keys`, in prompt order; other queued blocks are then written first."""
         if not self._dirty and not self._refused:
             return
         for key in reversed(keys):
@@ -114,8 +114,8 @@ class WriteBack:
                 self._dirty[key] = False
 
     def evicted(self, keys: Sequence[bytes]) -> None:
-        """Handle an eviction of blocks from the slab, given coldest first. Count unwritten blocks
-        as lost, and touch the others in the store, which may have their last copy."""
+        """Handle an eviction of blocks from the slab, in the order of eviction. Count unwritten
+        blocks as lost, and touch all other blocks in the store, which may have the last copy."""
         dirty = self._dirty
         lost = [key for key in keys if key in dirty] if dirty else []
         if len(lost) < len(keys) and self._store.breaker.allows:
@@ -127,14 +127,14 @@ class WriteBack:
         self._store.traffic.lost_stores += bool(lost)
 
     def will_be_evicted(self, count: int) -> None:
-        """Record that `count` evictions are near: queued blocks among them are written now."""
+        """Record that `count` evictions are near, so that queued victims are written first."""
         self._num_next = count
 
     def pump(self, *, reading: bool) -> bool:
-        """Give up late batches, and start new ones if free slots run low. While a load reads from a
-        store, one batch is in flight at most. While the breaker is open, single blocks are written
-        as probes. False if the store was busy: the caller must call again, because no completion
-        will wake it."""
+        """Give up late batches, and start new batches if free slots run low. While a load reads
+        from a store, one batch is in flight at most. While the breaker is open, single blocks are
+        written as probes. Return False if the store was busy; the caller must then call `pump`
+        again, because no completion will wake it."""
         self._writes.give_up_late()
         is_taken = True
         allowed = 1 if reading else BATCHES_IN_FLIGHT
@@ -150,11 +150,11 @@ class WriteBack:
         return is_taken
 
     def flush_some(self) -> bool:
-        """Start batches of the most recently used blocks. True while the flush must go on."""
+        """Start batches of the most recently used blocks. Return whether the flush must go on."""
         self._writes.give_up_late()
         while self._dirty and (size := self._writes.room(self._batch, BATCHES_IN_FLIGHT)):
             newest = list(islice(reversed(self._dirty), size))
-            # The slab is about to close, so the filter cannot be asked again later.
+            # The slab is about to close, so the filter cannot decide again later.
             if not self._write_batch(newest, filtered=False):
                 break
         return self.pending and not self._writes.has_stalled
@@ -165,8 +165,8 @@ class WriteBack:
         return not (self.pending or self._writes.has_failed)
 
     def recheck(self) -> None:
-        """Prepare a flush: queue those of the slab's newest blocks that the store lacks, as many as
-        fit into the store, so that no batch evicts an earlier one."""
+        """Prepare a flush: queue the newest blocks of the slab that the store lacks, as many as fit
+        into the store, so that no batch evicts an earlier batch."""
         self._writes.begin_flush()
         self._dirty.clear()
         self._refused.clear()
@@ -178,7 +178,7 @@ class WriteBack:
         self.added([k for k, a in zip(newest_first, answers, strict=True) if self._may_lack(a)])
 
     def discard_dirty(self, keys: Sequence[bytes]) -> None:
-        """Remove these blocks from the queue. Those being written are dropped afterwards."""
+        """Remove `keys` from the queue. Blocks being written are dropped when their write ends."""
         for key in keys:
             self._dirty.pop(key, None)
             self._refused.discard(key)
@@ -222,8 +222,8 @@ class WriteBack:
         return self._is_urgent
 
     def _write_batch(self, keys: list[bytes], *, filtered: bool = True) -> bool:
-        """Start one batch. If some of its blocks need no write, the others may wait for more. False
-        if the store is busy; the blocks then stay queued."""
+        """Start one batch. If some of its blocks need no write, the other blocks may wait for more.
+        Return False if the store is busy; the blocks then stay queued."""
         answers = self._store.lookup(keys)
         lacking = keys
         if answers.count(Answer.MISS) < len(keys):
@@ -246,13 +246,13 @@ class WriteBack:
             self._dirty.pop(key, None)
 
     def _may_lack(self, answer: Answer) -> bool:
-        """Whether to write a block for which the store gave this answer. PENDING means that the
-        block is being written, or that a shared store is still asking its server about it."""
+        """Whether to write a block for which the store's look-up returned `answer`. PENDING means
+        that the block is being written, or that a shared store's server has not answered yet."""
         return answer is Answer.MISS or (answer is Answer.PENDING and self._store.is_shared)
 
     def _admitted(self, keys: list[bytes]) -> list[bytes]:
         """Return the blocks that the filter admits. A refused block leaves the queue until its next
-        use. The filter is not asked again about an admitted block."""
+        use. An admitted block is not passed to the filter again."""
         dirty = self._dirty
         asked = [key for key in keys if not dirty[key]]
         verdicts = self._admission.admit(asked, time.monotonic()) if asked else []
@@ -276,7 +276,7 @@ class WriteBack:
 
 
 class WriteBacks:
-    """Owns each store's `WriteBack`, and passes the slab's events to all of them. Without
+    """The `WriteBack` of every store. Passes the slab's events to all of them. Without
     `options.inclusive`, the first store drops promoted blocks. One thread calls the methods."""
 
     def __init__(
@@ -305,25 +305,25 @@ class WriteBacks:
         return max((write_back.num_unwritten for write_back in self._all), default=0)
 
     def added(self, keys: Sequence[bytes]) -> None:
-        """Queue blocks of the slab, in prompt order, for every store: the stores may lack them."""
+        """Queue new blocks of the slab, in prompt order, for every store, which may lack them."""
         for write_back in self._all:
             write_back.added(keys)
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Record a use of these blocks, in prompt order, in every `WriteBack`."""
+        """Record a use of `keys`, in prompt order, in every `WriteBack`."""
         for write_back in self._all:
             write_back.used(keys)
 
     def promoted(self, store: GuardedStore, keys: Sequence[bytes]) -> None:
-        """Record that these blocks were promoted from `store`. An exclusive store drops them."""
+        """Record that `keys` were promoted from `store`. An exclusive store drops the blocks."""
         if not (store.is_shared or store.is_read_only):
             self._admission.promoted(len(keys))
         if keys and store is self._exclusive_store:
-            store.drop(keys)  # if that fails, both tiers keep the blocks
+            store.drop(keys)  # if the call fails, both tiers keep the blocks
             self._all[0].added(keys)
 
     def reserve(self, keys: list[bytes], *, optional: bool = False) -> list[int | None]:
-        """Reserve slots of the slab for these blocks. Blocks evicted unwritten are counted."""
+        """Reserve slots of the slab for `keys`. Blocks evicted unwritten are counted."""
         excess = len(keys) - self._slab.free_slots()
         evicted: list[bytes] = []
         slots = self._slab.reserve(keys, optional=optional, spared=self._spared, evicted=evicted)
@@ -339,7 +339,7 @@ class WriteBacks:
         return any(write_back.awaits(key) for write_back in self._all)
 
     def pump(self, *, reading: bool) -> bool:
-        """Call `WriteBack.pump` for every store. False if a store was busy."""
+        """Call `WriteBack.pump` for every store. Return False if a store was busy."""
         taken = [write_back.pump(reading=reading) for write_back in self._all]
         return all(taken)
 

@@ -12,11 +12,11 @@ from ..base import SlabTier, Stored
 from ..errors import TierBusy
 from .guarded_store import DAMAGED, LATE_WRITE, REFUSED, GuardedStore, check_answers
 
-# Writes pin at most this share of the slab; pinned blocks cannot be evicted. The second share
-# applies if some batches are late or probes.
+# The largest share of the slab that writes may pin, since pinned blocks cannot be evicted; the
+# second share applies while some batches are late or probes.
 SHARE, LATE_SHARE = 0.375, 0.5
-# A flush gives up a store that has taken no batch for this time. The second time applies to a store
-# with an open breaker, and is long enough for a probe.
+# Seconds without an accepted batch after which a flush gives a store up: normally, and with an open
+# breaker (long enough for a probe).
 STALL_SECONDS, OPEN_STALL_SECONDS = 5.0, 2.0
 
 
@@ -28,29 +28,29 @@ class Batch:
     deadline: float
     is_probe: bool
     is_late: bool = False
-    is_wanted: bool = True  # False after a clear
-    dropped: set[bytes] = field(default_factory=set)  # the forgotten ones of `keys`
+    is_wanted: bool = True  # False after `clear`
+    dropped: set[bytes] = field(default_factory=set)  # removed keys
 
 
 class Writes:
-    """The batches in flight to one store. The slots of a batch are pinned from start to end.
+    """The batches in flight to one store. The slots of a batch are pinned until its write ends.
 
         start ──► in flight ──(the future ends)──► unpinned
                      └─(past its deadline)──► late ──(it ends after all)──► unpinned
 
-    A late batch opens the write breaker. Its slots stay pinned, because the store may still read
-    them. While the breaker is open, only single blocks are written, as probes. Only one thread
-    calls the methods."""
+    A late batch opens the write breaker. The slots of a late batch stay pinned, because the store
+    may still read them. While the breaker is open, only single blocks are written, as probes. Only
+    one thread calls the methods."""
 
     def __init__(self, slab: SlabTier, store: GuardedStore) -> None:
         self._slab = slab
         self._store = store
         self._breaker = store.write_breaker
-        self._alarm_at = 0.0  # the last alarm that was set for a deadline
+        self._alarm_at = 0.0  # the last timer that was set for a deadline
         self._batches: list[Batch] = []
         self.num_ended = 0
-        self._taken_at = 0.0  # when the store last took a batch, or the flush began
-        self._has_failed = False  # since a flush began
+        self._taken_at = 0.0  # when the store last took a batch, or a flush began
+        self._has_failed = False  # whether a batch failed since the flush began
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -67,7 +67,7 @@ class Writes:
         if not self._store.breaker.allows:
             return 0
         usual = sum(not (batch.is_late or batch.is_probe) for batch in self._batches)
-        if not self._breaker.allows:  # the store is only probed
+        if not self._breaker.allows:  # an open breaker: only probes
             size = int(self._breaker.probe_due)
         else:
             size = most_blocks if usual < most_batches else 0
@@ -122,7 +122,7 @@ class Writes:
             batch.is_wanted = False
 
     def drop_on_arrival(self, keys: Sequence[bytes]) -> None:
-        """Make the store drop each of these blocks that is in flight, when its write has ended."""
+        """Make the store drop the blocks of `keys` in flight, when their write has ended."""
         for batch in self._batches:
             batch.dropped.update(set(keys).intersection(batch.keys))
 
@@ -137,13 +137,13 @@ class Writes:
 
     @property
     def has_stalled(self) -> bool:
-        """Whether the store has taken no batch for so long that a flush gives it up."""
+        """Whether the store has taken no batch for so long that a flush stops waiting for it."""
         most = STALL_SECONDS if self._breaker.allows else OPEN_STALL_SECONDS
         return time.monotonic() - self._taken_at >= most
 
     def _set_alarm(self) -> None:
-        """Set a timer for the next deadline, unless an earlier timer is set. Timers are few because
-        most batches end long before their deadlines and each timer wakes two threads."""
+        """Set a timer for the next deadline, unless an earlier timer is set. Few timers are set,
+        because most batches end long before their deadlines and each timer wakes two threads."""
         if self._alarm_at <= time.monotonic():
             waiting = [batch.deadline for batch in self._batches if not batch.is_late]
             if waiting:

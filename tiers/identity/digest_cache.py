@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Digests of files, kept in the user's cache folder so that a restart does not hash weights again.
 
-    $XDG_CACHE_HOME/stratakv/digests/DEVICE-INODE           ~/.cache if that is not set
+    $XDG_CACHE_HOME/stratakv/digests/DEVICE-INODE           (XDG_CACHE_HOME: ~/.cache by default)
 
-An entry holds the digest of a file and the file's state when it was hashed:
+An entry holds the digest of a file, and the file's state at the time of hashing:
 
     offset  bytes
          0      8  magic, "STRKVDG2"
@@ -11,12 +11,12 @@ An entry holds the digest of a file and the file's state when it was hashed:
         56     32  digest
         88     32  SHA-256 of the 88 bytes before
 
-A program that may write a file can set its mtime back, but not its ctime, which the kernel advances
-with each change of content. So an entry is valid only if all six numbers still match the file. No
-entry is written while ctime is younger than two seconds: a file system may count ctime in steps of
-two seconds, so a later change could leave the numbers as they are. Digests are kept only for files
-on file systems that are known to advance ctime, and not on read-only images, whose times were set
-by the maker of the image."""
+A program that may write a file can set the file's mtime back, but not its ctime, which the kernel
+advances with each change of content. So an entry is valid only if all six numbers still match the
+file. No entry is written while ctime is younger than two seconds: a file system may count ctime in
+steps of two seconds, so a later change could leave the six numbers unchanged. Digests are kept only
+for files on file systems that are known to advance ctime, and not on read-only images, whose times
+were set by the maker of the image."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ MOST_ENTRIES = 4096
 _FORM = struct.Struct("<8s6Q32s32s")
 _CHECK_BYTES = 32
 _U64 = 2**64 - 1
-# Other file systems pass on the times of a server, a program or an image, or (as tmpfs) do not
-# count writes through a mapping.
+# File systems that advance ctime with each change. Others return the times of a server, a program
+# or an image, or (as tmpfs) ignore writes through a mapping.
 _WITH_CTIME = re.compile(r"ext[234]|xfs|btrfs|zfs|f2fs|bcachefs|jfs|nfs4?|overlay")
-_LAZY = "lazytime"  # after a loss of power, times may be older than the content
+_LAZY = "lazytime"  # with it, times may be older than the content after a power loss
 
 
 class DigestCache:
-    """The digest cache in one folder. No call raises; without a folder nothing is kept."""
+    """The digest cache in one folder. No method raises; without a folder no digest is kept."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
     @classmethod
     def of_user(cls) -> DigestCache:
-        """Return the cache of this user; without a cache folder it keeps nothing."""
+        """Return this user's cache; without a cache folder the cache keeps no digest."""
         parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         return cls(Path(parent) / "stratakv" / "digests" if os.path.isabs(parent) else None)
 
     def load_digest(self, state: FileState, file_system: int = 0) -> bytes | None:
-        """Return the digest of a file in this state; None if there is no valid entry of this user.
+        """Return the digest of a file in this state; None without a valid entry of this user.
         `file_system` is the file's `f_fsid`. The caller has checked the file with `trusts`."""
         if self._folder is None:
             return None
@@ -89,11 +89,11 @@ class DigestCache:
 
     def takes(self, state: FileState, now_ns: int) -> bool:
         """Whether the digest of a file that `trusts` accepts may be kept; hashing began at `now_ns`
-        (since the epoch). It may if each later change gives the file another ctime."""
+        (since the epoch). True if each later change will give the file another ctime."""
         return now_ns - state.ctime_ns >= YOUNG_NS
 
     def add(self, state: FileState, digest: bytes, file_system: int = 0) -> None:
-        """Keep the digest of a file in this state, for which `takes` is True."""
+        """Store the digest of a file in this state, for which `takes` is True."""
         if self._folder is None:
             return
         try:

@@ -26,8 +26,8 @@ from .file_state import FileState
 
 PIECE_BYTES = 8 * 1024**2
 MOST_THREADS = 16
-QUIET_SECONDS = 2.0  # of hashing, before and between lines of progress
-_READ_BYTES = 1024**2  # stays in a processor's cache between the copy and the hash
+QUIET_SECONDS = 2.0  # time of hashing before and between progress lines
+_READ_BYTES = 1024**2  # so few that they stay in a processor's cache between copy and hash
 _NAME = b"stratakv.file"
 _SIZE = struct.Struct("<Q")
 
@@ -35,11 +35,11 @@ Progress = Callable[[str], None]
 
 
 class FileDigest(NamedTuple):
-    """A file, its state when it was hashed, and its digest."""
+    """A file, the file's state at the time of hashing, and its digest."""
 
     path: Path
     state: FileState
-    digest: bytes  # 32
+    digest: bytes  # 32 bytes
 
     def check_unchanged(self) -> None:
         """Raise ConfigError if the file was changed or replaced since it was hashed."""
@@ -71,7 +71,7 @@ def digest_files(
     told = _Told(progress)
     found: dict[Path, FileDigest] = {}
     unknown: list[tuple[Path, bool]] = []
-    trusted: dict[int, bool] = {}  # by device, so that the table of mounts is read once per device
+    trusted: dict[int, bool] = {}  # by device, to read the table of mounts once per device
     for path in paths:
         with _opened(path) as (descriptor, state):
             digest = None
@@ -91,7 +91,7 @@ def digest_files(
 
 
 class _Told:
-    """The progress of hashing: bytes done of all, reported every `QUIET_SECONDS`."""
+    """The progress of hashing: the bytes done and in total, reported every `QUIET_SECONDS`."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
@@ -136,7 +136,7 @@ def _digest_file(
 
 def _write_back(descriptor: int) -> tuple[bool, FileState]:
     """Write back the file's dirty pages: only the first write to a mapped page after its write-back
-    advances ctime. Return whether this succeeded, and the file's state afterwards."""
+    advances ctime. Return whether the write-back succeeded, and the file's state afterwards."""
     is_written = True
     try:
         os.fsync(descriptor)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a file: five numbers, some of which change when the file is written or replaced."""
+"""FileState: five numbers, at least one of which changes when a file is written or replaced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class FileState(NamedTuple):
-    """Five numbers of a file. Equal states mean that it is the same file and unchanged."""
+    """The state of a file. Equal states mean that the file is the same and unchanged."""
 
     device: int
     inode: int

@@ -3,9 +3,8 @@
 // bits, no seed) of bytes as they are copied, received or sent, and tags of received or sent
 // payloads.
 //
-// A digest is of the written bytes: every 64 bytes are read once, and the bytes read are both
-// stored and hashed. So a change of the source meanwhile cannot make other bytes arrive than were
-// hashed.
+// A digest covers the written bytes: every 64 bytes are read once, and are both stored and hashed.
+// So a change of the source meanwhile cannot make the stored bytes differ from the hashed bytes.
 #include <errno.h>
 #include <immintrin.h>
 #include <stdint.h>
@@ -18,10 +17,10 @@
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 #define WIDE __attribute__((target("avx2")))
 
-// Grows with every change of a function; `native_library.py` has the same number.
+// Incremented with every change of a function; `native_library.py` has the same number.
 EXPORTED int64_t stratakv_bytes_abi() { return 5; }
 
-// Whether this processor and its system run the functions.
+// Returns whether this processor and its operating system can run the functions.
 EXPORTED int64_t stratakv_bytes_runs() {
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") != 0;
@@ -34,7 +33,7 @@ static const uint64_t P64_1 = 0x9E3779B185EBCA87, P64_2 = 0xC2B2AE3D27D4EB4F,
                       P64_3 = 0x165667B19E3779F9, P64_4 = 0x85EBCA77C2B2AE63,
                       P64_5 = 0x27D4EB2F165667C5;
 
-// The algorithm's own bytes where no secret is given.
+// XXH3's default secret, for digests without a given secret.
 static const uint8_t SECRET[192] __attribute__((aligned(64))) = {
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
     0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
@@ -50,7 +49,7 @@ static const uint8_t SECRET[192] __attribute__((aligned(64))) = {
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 };
 static const int64_t STRIPE = 64, BLOCK = 1024, LAST = sizeof SECRET - STRIPE;
-static const int64_t AHEAD = 2048;  // bytes that are asked for before they are used
+static const int64_t AHEAD = 2048;  // bytes of the source that are prefetched ahead
 
 struct Sums {
     __m256i low, high;
@@ -79,7 +78,7 @@ WIDE static Sums beginning() {
             _mm256_set_epi64x(P32_1, P64_5, P32_2, P64_4)};
 }
 
-// How the bytes of a stripe are written: not at all, through the cache, past it.
+// How the bytes of a stripe are written: not at all, through the cache, or bypassing the cache.
 enum Writing { NOT, CACHED, PAST };
 
 template <Writing writing>
@@ -97,15 +96,16 @@ WIDE static inline void take_stripe(Sums &sums, uint8_t *to, const uint8_t *from
     sums.high = taken(sums.high, high, SECRET + secret + 32);
 }
 
-// Whole blocks of BLOCK bytes, none of them the last one.
+// Hashes complete blocks of BLOCK bytes, which must not include the last block.
 template <Writing writing>
 WIDE static void take_blocks(Sums &sums, uint8_t *to, const uint8_t *from, int64_t count) {
     for (; count > 0; count--, from += BLOCK, to += writing == NOT ? 0 : BLOCK) {
         for (int64_t i = 0; i < BLOCK / STRIPE; i++) {
             const char *const later = reinterpret_cast<const char *>(from + i * STRIPE + AHEAD);
-            // The source is prefetched into the cache, also if the target goes past it: the next
-            // step writes to an evicted block. Bytes that are only hashed are there already, or
-            // come quickly enough: a prefetch costs more than half of their time.
+            // The source is prefetched into the cache even if the target bypasses the cache,
+            // because the next step writes to an evicted block. Bytes that are only hashed are
+            // mostly cached already, and a prefetch would cost more than half of the time of
+            // hashing.
             if (writing != NOT) _mm_prefetch(later, _MM_HINT_T0);
             take_stripe<writing>(sums, to + i * STRIPE, from + i * STRIPE, 8 * i);
         }
@@ -134,8 +134,8 @@ static uint64_t merged(const uint64_t *sums, int64_t secret, uint64_t start) {
     return start ^ start >> 32;
 }
 
-// The last block, which lies at `tail` with all before it, and the digest, big-endian as in
-// XXH128's canonical form.
+// Hashes the last block of `whole`, and writes the digest of all blocks, big-endian as in XXH128's
+// canonical form.
 WIDE static void end_digest(Sums &sums, const uint8_t *whole, int64_t size, uint8_t *digest) {
     const int64_t done = (size - 1) / BLOCK * BLOCK;
     for (int64_t i = 0; i < (size - 1 - done) / STRIPE; i++)
@@ -161,7 +161,7 @@ static uint64_t avalanched(uint64_t value) {
     return value ^ value >> 32;
 }
 
-// Pairs of 16 bytes from both ends, the inner ones first.
+// Hashes pairs of 16 bytes from both ends, the inner pairs first.
 static void short_digest(const uint8_t *data, int64_t size, uint8_t *digest) {
     uint64_t low = size * P64_1, high = 0;
     for (int64_t i = (size - 1) / 32; i >= 0; i--) {
@@ -176,7 +176,7 @@ static void short_digest(const uint8_t *data, int64_t size, uint8_t *digest) {
 
 static const int64_t DIGEST = 16, MOST_NAME = 128 - DIGEST;
 
-// The digest of a name, of 1 to MOST_NAME bytes, and of a payload's digest behind it.
+// Writes a tag: the digest of a name of 1 to MOST_NAME bytes followed by a payload's digest.
 static void write_tag(const uint8_t *name, int64_t size, const uint8_t *digest, uint8_t *tag) {
     uint8_t both[MOST_NAME + DIGEST];
     memcpy(both, name, size);
@@ -184,8 +184,8 @@ static void write_tag(const uint8_t *name, int64_t size, const uint8_t *digest, 
     short_digest(both, size + DIGEST, tag);
 }
 
-// Copies `size` bytes, more than 240, and writes the 16 bytes of their digest. `past`: the target
-// is not to be brought into the cache.
+// Copies `size` bytes, more than 240, and writes the 16 bytes of their digest. With `past`, the
+// copy bypasses the cache.
 EXPORTED WIDE int64_t stratakv_bytes_copy(uint8_t *to, const uint8_t *from, int64_t size,
                                           int64_t past, uint8_t *digest) {
     Sums sums = beginning();
@@ -195,14 +195,15 @@ EXPORTED WIDE int64_t stratakv_bytes_copy(uint8_t *to, const uint8_t *from, int6
     else
         take_blocks<CACHED>(sums, to, from, blocks);
     memcpy(to + blocks * BLOCK, from + blocks * BLOCK, size - blocks * BLOCK);
-    // The last stripe may overlap bytes written past the cache, which this core sees.
+    // The last stripe may overlap bytes that bypassed the cache, which this core reads correctly.
     end_digest(sums, to, size, digest);
     _mm_sfence();
     return 0;
 }
 
-// The same for `count` rows of two tables: row `to_rows[i]` of `to`, whose rows begin `to_step` bytes
-// apart, from row `from_rows[i]` of `from`; 16 bytes of a digest for each.
+// Copies as `stratakv_bytes_copy` does, for each i below `count`, row `from_rows[i]` of `from` to
+// row `to_rows[i]` of `to`, whose rows begin `to_step` bytes apart. Writes 16 bytes of a digest for
+// each.
 EXPORTED WIDE int64_t stratakv_bytes_copy_rows(uint8_t *to, int64_t to_step, const int64_t *to_rows,
                                                const uint8_t *from, int64_t from_step,
                                                const int64_t *from_rows, int64_t count,
@@ -213,15 +214,15 @@ EXPORTED WIDE int64_t stratakv_bytes_copy_rows(uint8_t *to, int64_t to_step, con
     return 0;
 }
 
-// The header of a record, see `tiers/record.py`: the checked fields, and the digest of them and the
-// payload's digest.
+// The header of a record (`tiers/record.py`): the checked fields, followed by the digest of these
+// fields and the payload's digest.
 static const int64_t HEADER = 128, CHECKED = HEADER - DIGEST, PAGE = 4096;
 static const int64_t GENERATION_AT = 24, KEY_AT = 48, KEY = 40, TAG_AT = 96;
 
-// Hashes `count` payloads of `size` bytes, more than 240, and writes their headers to as many pages.
-// `head` has the fields that all of them share; `wanted` the digest that each must have: where it
-// has another it is `damaged`, and its header zeros. `pieces` gets the place and length of each
-// page and of the payload behind it, as writing them in one call wants them.
+// Hashes `count` payloads of `size` bytes, more than 240, and writes a header page for each. `head`
+// has the fields that all headers share, and `wanted` the expected digests. A payload with another
+// digest is marked in `damaged`, and its header is zeros. `pieces` gets the address and length of
+// each page and each payload, as one write call needs them.
 EXPORTED WIDE int64_t stratakv_bytes_make_records(
     const uint8_t *const *places, int64_t count, int64_t size, const uint8_t *head,
     const uint8_t *keys, const uint64_t *generations, const uint8_t *tags, const uint8_t *wanted,
@@ -255,10 +256,10 @@ static int64_t now_micros() {
     return now.tv_sec * int64_t(1000000) + now.tv_nsec / 1000;
 }
 
-static const int64_t PART = 256 * 1024;  // received or sent, and hashed while it is in the cache
+static const int64_t PART = 256 * 1024;  // bytes that are hashed while they are in the cache
 
-// The time left until the monotonic microsecond `deadline`, as the longest time that a call of the
-// socket takes; 0, -2 after the deadline, or the error's number.
+// Limits calls of the socket to the time left until the monotonic microsecond `deadline`. Returns
+// 0, -2 after the deadline, or an errno.
 static int64_t set_timeout(int64_t fd, int option, int64_t deadline) {
     const int64_t left = deadline - now_micros();
     if (left <= 0) return -2;
@@ -266,12 +267,12 @@ static int64_t set_timeout(int64_t fd, int option, int64_t deadline) {
     return setsockopt(fd, SOL_SOCKET, option, &timeout, sizeof timeout) ? errno : 0;
 }
 
-// The same for one of `receive`'s blocks.
+// Receives and hashes one payload and its trailer. Returns the status of `stratakv_bytes_receive`.
 WIDE static int64_t receive_one(int64_t fd, uint8_t *to, int64_t size, uint8_t *trailer,
                                 int64_t more, int64_t deadline, uint8_t *digest) {
     Sums sums = beginning();
     const int64_t blocks = (size - 1) / BLOCK;
-    int64_t received = 0, hashed = 0;  // bytes; blocks
+    int64_t received = 0, hashed = 0;  // number of bytes; of blocks
     while (received < size + more) {
         if (const int64_t status = set_timeout(fd, SO_RCVTIMEO, deadline)) return status;
         int64_t part = PART - received % PART;
@@ -285,7 +286,7 @@ WIDE static int64_t receive_one(int64_t fd, uint8_t *to, int64_t size, uint8_t *
         const int64_t got = recvmsg(fd, &message, MSG_WAITALL);
         if (got == 0) return -1;
         if (got < 0) {
-            // The kernel counts a timeout in ticks, and may end it before the deadline.
+            // The kernel counts a timeout in ticks, so a call may end before the deadline.
             if (errno == EINTR || errno == EAGAIN || errno == EWOULDBLOCK) continue;
             return errno;
         }
@@ -299,10 +300,10 @@ WIDE static int64_t receive_one(int64_t fd, uint8_t *to, int64_t size, uint8_t *
     return 0;
 }
 
-// Receives `count` payloads of `size` bytes, more than 240, each to its place, and `more` bytes
-// behind each, by the monotonic microsecond `deadline`; writes 16 bytes of a digest for each and,
-// where they have names, of its tag, and how many came whole. 0, or -1 where the peer has left, -2
-// after the deadline, else the error's number.
+// Receives `count` payloads of `size` bytes, more than 240, each to its place and followed by
+// `more` bytes of a trailer, by the monotonic microsecond `deadline`. Writes a digest of 16 bytes
+// and, with `name_size`, a tag for each payload, and the number of complete payloads to `whole`.
+// Returns 0, -1 if the peer has left, -2 after the deadline, or an errno.
 EXPORTED int64_t stratakv_bytes_receive(int64_t fd, uint8_t *const *places, int64_t count,
                                         int64_t size, uint8_t *trailers, int64_t more,
                                         int64_t deadline, uint8_t *digests, const uint8_t *names,
@@ -318,7 +319,7 @@ EXPORTED int64_t stratakv_bytes_receive(int64_t fd, uint8_t *const *places, int6
     return 0;
 }
 
-// Sends all of these, one after the other, by the deadline. Uses the vector up.
+// Sends all `places` in order, by the deadline. Overwrites the vector.
 static int64_t send_vector(int64_t fd, iovec *places, int64_t count, int flags, int64_t deadline) {
     while (count) {
         if (const int64_t status = set_timeout(fd, SO_SNDTIMEO, deadline)) return status;
@@ -327,7 +328,7 @@ static int64_t send_vector(int64_t fd, iovec *places, int64_t count, int flags, 
         message.msg_iovlen = count;
         int64_t sent = sendmsg(fd, &message, flags | MSG_NOSIGNAL);
         if (sent < 0) {
-            // The kernel counts a timeout in ticks, and may end it before the deadline.
+            // The kernel counts a timeout in ticks, so a call may end before the deadline.
             if (errno == EINTR || errno == EAGAIN || errno == EWOULDBLOCK) continue;
             return errno;
         }
@@ -344,10 +345,10 @@ static iovec vector_of(const uint8_t *from, int64_t size) {
     return {const_cast<uint8_t *>(from), size_t(size)};
 }
 
-static const int64_t MOST_AT_ONCE = 256;  // payloads of one sendmsg, which takes 1,024 pieces
+static const int64_t MOST_AT_ONCE = 256;  // most payloads of one sendmsg, which allows 1,024 pieces
 
-// Sends `head`, then `count` payloads of `size` bytes, each with `more` bytes of `trailers` behind
-// it. Status as `receive` has it.
+// Sends `head`, then `count` payloads of `size` bytes, each followed by `more` bytes of `trailers`.
+// Returns the status of `stratakv_bytes_receive`.
 EXPORTED int64_t stratakv_bytes_send(int64_t fd, const uint8_t *head, int64_t head_size,
                                      const uint8_t *const *places, int64_t count, int64_t size,
                                      const uint8_t *trailers, int64_t more, int64_t deadline) {
@@ -365,13 +366,14 @@ EXPORTED int64_t stratakv_bytes_send(int64_t fd, const uint8_t *head, int64_t he
     return 0;
 }
 
-// Hashed before any of it is sent: with less, the other end, which is quicker than hashing and
-// sending, sleeps and is woken for each.
+// The bytes that are hashed before they are sent: with smaller groups the receiver, which is faster
+// than hashing and sending, would sleep and be woken for each group.
 static const int64_t GROUP = 4096 * 1024;
 
-// Sends `count` payloads of `size` bytes, more than 240, and behind each its tag (see `write_tag`)
-// and its digest. `wanted` has 16 bytes for each, and `is_wanted` whether that is the digest it must
-// have; where it has another it is `damaged`, and zeros come behind it. Status as `receive` has it.
+// Sends `count` payloads of `size` bytes, more than 240, each followed by its tag (see `write_tag`)
+// and its digest. `wanted` has the expected digests, each valid if `is_wanted`. A payload with
+// another digest is marked in `damaged` and followed by zeros. Returns the status of
+// `stratakv_bytes_receive`.
 EXPORTED WIDE int64_t stratakv_bytes_send_proven(int64_t fd, const uint8_t *const *places,
                                                  int64_t count, int64_t size, const uint8_t *names,
                                                  int64_t name_size, const uint8_t *wanted,

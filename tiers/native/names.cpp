@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The stored keys of many blocks in one call. OpenSSL does the hashing, by functions that the
-// caller found in the library that Python's hashlib uses.
+// Stored keys of many blocks, made in one call. OpenSSL computes the hashes; the caller has found
+// OpenSSL's functions in the library that Python's hashlib uses.
 #include <stdint.h>
 #include <string.h>
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-// Of OpenSSL, as <openssl/evp.h> declares them, for contexts of SHA-256. Those that return a number
-// return 1 where all went well. `openssl.py` has the same order.
+// OpenSSL's functions for contexts of SHA-256, as in <openssl/evp.h>, in the order of `openssl.py`.
+// Functions that return a number return 1 on success.
 struct Functions {
     void *(*make)();
     void (*release)(void *context);
@@ -18,7 +18,7 @@ struct Functions {
 
 static const int64_t DIGEST = 32, MOST_DIGEST = 64;
 
-// The digest of what `begun` has taken already and of `size` bytes more.
+// Writes the digest of the bytes that `begun` has hashed, followed by `size` more bytes.
 static bool end_hash(const Functions *of, void *context, const void *begun, const uint8_t *bytes,
                      int64_t size, uint8_t *digest) {
     uint8_t whole[MOST_DIGEST];
@@ -29,9 +29,9 @@ static bool end_hash(const Functions *of, void *context, const void *begun, cons
     return done;
 }
 
-// For each of `count` keys of `size` bytes, DIGEST or more, a stored key as long: HMAC of the key,
-// then what follows the key's first DIGEST bytes. `inner` and `outer` have taken the two blocks
-// that HMAC makes of its own key, and stay as they are. 0, or 1 where OpenSSL failed.
+// Writes a new key for each of `count` keys of `size` bytes, DIGEST or more: the HMAC of the key,
+// followed by the key's bytes after the first DIGEST. `inner` and `outer` have hashed HMAC's two
+// key blocks, and are not changed. Returns 0, or 1 if an OpenSSL function failed.
 EXPORTED int64_t stratakv_bytes_names(const Functions *of, const void *inner, const void *outer,
                                       const uint8_t *keys, int64_t count, int64_t size,
                                       uint8_t *names) {

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the library compiled from `bytes.cpp` and `names.cpp`, and calls its functions.
 
-The library is a plain shared library whose functions take addresses, so it works with any version
-of Python. Without the library, the callers use Python code with the same results. The environment
-variable STRATAKV_BYTES=none switches the library off."""
+The library is a plain shared library whose functions take addresses, so the library works with any
+version of Python. Without the library, callers use Python code with the same results. The
+environment variable STRATAKV_BYTES=none switches the library off."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from ..block import KEY_BYTES
 
 log = logging.getLogger(__name__)
 
-FILE_NAME = "libstratakv_bytes.so"  # as in setup.py
+FILE_NAME = "libstratakv_bytes.so"  # the name in setup.py
 VARIABLE = "STRATAKV_BYTES"
 ABI = 5
-LEAST_BYTES = 241  # XXH3 hashes fewer bytes in another way
-PART_BYTES = 256 * 1024  # copied, then hashed while it is in the cache
+LEAST_BYTES = 241  # the shortest input; XXH3 hashes shorter inputs differently
+PART_BYTES = 256 * 1024  # bytes that are copied, then hashed while they are in the CPU cache
 _DIGEST_BYTES = 16
 _NO_DIGEST = bytes(_DIGEST_BYTES)
 MOST_NAME_BYTES = 112
-_LEFT, _LATE = -1, -2  # the peer left, the deadline passed; in place of an error number
+_LEFT, _LATE = -1, -2  # instead of an errno: the peer left, the deadline passed
 
 
 class PeerLeft(OSError):
@@ -38,7 +38,7 @@ class PeerLeft(OSError):
 
 
 class Library:
-    """The library's functions. `runs` says whether this processor can run them."""
+    """The functions of the library. `runs`: whether this processor can run the functions."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         size, address = ctypes.c_int64, ctypes.c_void_p
@@ -71,7 +71,7 @@ class Library:
 
 @functools.cache
 def library() -> Library | None:
-    """The library, loaded once in a process. None if missing, switched off or (logged) unusable."""
+    """Return the library, loaded once; None if missing, switched off or (logged) unusable."""
     path = Path(__file__).with_name(FILE_NAME)
     if os.environ.get(VARIABLE) == "none" or not path.exists():
         return None
@@ -106,7 +106,7 @@ def copy_and_digest(target: memoryview, source: memoryview) -> bytes:
         return hasher.digest()
     found, digest = library(), ctypes.create_string_buffer(_DIGEST_BYTES)
     assert found is not None
-    # These objects keep the buffers alive until the call has ended.
+    # The ctypes objects keep the buffers alive until the call has ended.
     to, of = ctypes.c_char.from_buffer(target), ctypes.c_char.from_buffer(source)
     found.copy(ctypes.addressof(to), ctypes.addressof(of), size, True, ctypes.addressof(digest))
     return digest.raw
@@ -125,7 +125,7 @@ def copy_rows_and_digest(
 ) -> list[bytes]:
     """Copy row `source_rows[i]` to row `target_rows[i]` for each i, in one call without the
     interpreter's lock. Return the digests, as `copy_and_digest` does. The row numbers are not
-    checked. Call only if `has_digests()`, for rows of LEAST_BYTES or more."""
+    checked. `has_digests()` must be true, and a row have LEAST_BYTES or more."""
     found, count = library(), len(target_rows)
     assert found is not None and source.size == target.size >= LEAST_BYTES
     assert len(source_rows) == count
@@ -141,8 +141,8 @@ def copy_rows_and_digest(
 
 class ProvenRecords:
     """Payloads of equal length, LEAST_BYTES or more, with the header fields of their records
-    (`record.py`). `head` has the fields that all headers share. Addresses are not checked. Use only
-    if `has_digests()`, for writable memory."""
+    (`record.py`). `head` has the fields that all headers share. Addresses are not checked.
+    `has_digests()` must be true, and the memory writable."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class ProvenRecords:
         self._tags, self._digests = b"".join(tags), b"".join(digests)
         lengths = len(self._keys), len(self._tags), len(self._digests)
         expected = tuple(len(payloads) * size for size in (KEY_BYTES, _DIGEST_BYTES, _DIGEST_BYTES))
-        if lengths != expected:  # else fields of other blocks would be read
+        if lengths != expected:  # the fields of other blocks would be read
             raise ValueError(
                 f"expected keys of {KEY_BYTES} bytes, tags and digests of {_DIGEST_BYTES}, for "
                 f"{len(payloads)} payloads {expected} in all, got {lengths}"
@@ -186,12 +186,12 @@ class ProvenRecords:
 
 
 class Received(NamedTuple):
-    """The digests, trailers and (if names were given) tags of the payloads that arrived whole."""
+    """The digests, trailers and (with `names`) tags of the payloads that arrived completely."""
 
     digests: list[bytes]
     trailers: list[bytes]
     tags: list[bytes]
-    lost: OSError | None  # why the next payload did not come
+    lost: OSError | None  # why the next payload did not arrive
 
 
 def receive_and_digest(
@@ -202,7 +202,7 @@ def receive_and_digest(
     names: bytes = b"",
 ) -> Received:
     """Fill payloads of equal length, LEAST_BYTES or more, from a blocking socket, until `deadline`
-    (monotonic seconds). `send_proven` explains `names`. Call only if `has_digests()`."""
+    (monotonic seconds). `names` is as in `send_proven`. `has_digests()` must be true."""
     found, count = library(), len(payloads)
     assert found is not None
     places = _Places(payloads)
@@ -224,8 +224,8 @@ def send_payloads(
     descriptor: int, head: bytes, payloads: Sequence[memoryview], trailers: bytes, deadline: float
 ) -> None:
     """Send `head`, then payloads of equal length, to a blocking socket, until `deadline` (monotonic
-    seconds). Each payload is followed by its equal share of `trailers`. Call only if
-    `has_digests()`, for writable memory. Raises OSError."""
+    seconds). Each payload is followed by its equal share of `trailers`. `has_digests()` must be
+    true, and the memory writable. Raises OSError."""
     found, count = library(), len(payloads)
     assert found is not None
     places = _Places(payloads)
@@ -247,10 +247,10 @@ def send_proven(
     deadline: float,
 ) -> list[int]:
     """Send payloads of equal length, LEAST_BYTES or more, each followed by its tag and digest.
-    `names` has the payloads' names joined, all of one length up to MOST_NAME_BYTES. A tag is the
-    digest of a name and the payload's digest. `digests` are the expected digests, None if unknown.
-    A payload with another digest is followed by zeros. Return the positions of such payloads.
-    Socket, deadline and memory are as in `send_payloads`. Raises OSError."""
+    `names` joins a name (layout and key) for each payload, all of one length up to MOST_NAME_BYTES.
+    A tag is the digest of a name and a payload's digest. `digests` are the expected digests, None
+    if unknown. A payload with another digest is followed by zeros. Return the positions of payloads
+    with another digest. Socket, deadline and memory are as in `send_payloads`. Raises OSError."""
     found, count = library(), len(payloads)
     assert found is not None
     name_bytes = _length_of_one(names, count)
@@ -270,8 +270,8 @@ def send_proven(
 
 
 class _Written:
-    """A buffer that the library writes to. The buffer is no ctypes array: a ctypes array needs a
-    new type for each length, and making a type takes longer than many calls."""
+    """A buffer to which the library writes. The buffer is no ctypes array, which needs a new type
+    for each length; making a type takes longer than many calls."""
 
     def __init__(self, size: int) -> None:
         self.bytes = bytearray(size)
@@ -280,7 +280,7 @@ class _Written:
 
 
 class _Places:
-    """Addresses of payloads of equal length. They stay in place while this object exists."""
+    """Addresses of payloads of equal length, which are valid while this object exists."""
 
     def __init__(self, payloads: Sequence[memoryview]) -> None:
         self._held = [ctypes.c_char.from_buffer(payload) for payload in payloads]
@@ -299,7 +299,7 @@ def _cut(written: _Written, step: int, count: int) -> list[bytes]:
 
 
 def _length_of_one(names: bytes, count: int) -> int:
-    """The length of each name in bytes. Raises ValueError if it exceeds MOST_NAME_BYTES."""
+    """Return the length of one name. Raises ValueError if it exceeds MOST_NAME_BYTES."""
     name_bytes = len(names) // max(1, count)
     if name_bytes > MOST_NAME_BYTES:
         raise ValueError(f"expected names of up to {MOST_NAME_BYTES} bytes, got {name_bytes}")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of OpenSSL that Python's hashlib uses, for the compiled library. The library makes
-the HMACs of many names in one call. For each name, hashlib would copy a hash state four times and
-make four objects.
+"""NameMaker: makes the HMACs of many keys in one call, with the compiled library and the OpenSSL
+that Python's hashlib uses. For each key, hashlib would copy a hash state four times and make four
+objects.
 
-The functions are looked up by name in the library that hashlib is linked to. `key_hasher` returns
-None, and hashlib is used, if that library is missing (a Python with OpenSSL built in), if there is
-no compiled library, or if a first test HMAC is wrong."""
+OpenSSL's functions are looked up in the shared library to which hashlib is linked. `key_hasher`
+returns None, and hashlib is used, if OpenSSL is no shared library (a Python with OpenSSL built in),
+if the compiled library is missing, or if a first test HMAC is wrong."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _NAMES = (
     "EVP_MD_CTX_new", "EVP_MD_CTX_free", "EVP_MD_CTX_copy_ex", "EVP_DigestUpdate",
     "EVP_DigestFinal_ex",
 )  # fmt: skip
-_BLOCK_BYTES = 64  # of SHA-256
+_BLOCK_BYTES = 64  # the block size of SHA-256
 _DIGEST_BYTES = 32
 
 
 class _OpenSsl:
-    """OpenSSL functions, called by ctypes. Raises AttributeError if one is missing."""
+    """OpenSSL functions, called by ctypes. Raises AttributeError for a missing function."""
 
     def __init__(self, found: ctypes.CDLL) -> None:
         address, number = ctypes.c_void_p, ctypes.c_int
@@ -45,10 +45,10 @@ class _OpenSsl:
         self._update.restype = number
         self._update.argtypes = (address, ctypes.c_char_p, ctypes.c_size_t)
         functions = [ctypes.cast(getattr(found, name), address) for name in _NAMES]
-        self.functions = (address * len(_NAMES))(*functions)  # as names.cpp has them
+        self.functions = (address * len(_NAMES))(*functions)  # in the order of names.cpp
 
     def begun(self, block: bytes) -> int:
-        """The address of a SHA-256 context with `block` hashed. Callers free it. Raises OSError."""
+        """Return a new SHA-256 context that has hashed `block`; callers free it. Raises OSError."""
         context: int | None = self._new()
         if context is None:
             raise OSError("OpenSSL has no memory")
@@ -63,12 +63,12 @@ class _OpenSsl:
 
 @functools.cache
 def _openssl() -> _OpenSsl | None:
-    """The functions, looked up once in a process; None if one is missing."""
+    """Return OpenSSL's functions, looked up once in a process; None if one is missing."""
     module = importlib.util.find_spec("_hashlib")
     if module is None or not module.has_location:
         return None
     try:
-        # The module is loaded already, and with it the library that has the symbols.
+        # The module, and with it the OpenSSL library that has the symbols, is loaded already.
         return _OpenSsl(ctypes.CDLL(module.origin))
     except (OSError, AttributeError) as error:
         log.info("%s leads to no functions of OpenSSL (%s)", module.origin, error)
@@ -76,7 +76,7 @@ def _openssl() -> _OpenSsl | None:
 
 
 class KeyHasher:
-    """Makes HMAC-SHA256 with a key of up to 64 bytes. Thread-safe. Raises OSError."""
+    """A maker of HMAC-SHA256 with one key, up to 64 bytes. Thread-safe. Raises OSError."""
 
     def __init__(self, openssl: _OpenSsl, call: Callable[..., int], key: bytes) -> None:
         if len(key) > _BLOCK_BYTES:
@@ -95,7 +95,7 @@ class KeyHasher:
     _outer: int
 
     def hmac_keys(self, keys: bytes, count: int) -> bytes:
-        """`count` joined keys of equal length, each with its first 32 bytes turned to its HMAC."""
+        """Return `count` joined keys with the first 32 bytes of each replaced by the key's HMAC."""
         size = len(keys) // max(1, count)
         if size * count != len(keys) or (count and size < _DIGEST_BYTES):
             raise ValueError(f"{len(keys)} bytes are no {count} keys")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction policies, which choose the blocks that leave a tier; without torch or the engine."""
+"""Eviction policies, which choose the blocks that a tier evicts. Imports no torch or engine."""

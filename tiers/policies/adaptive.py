@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy `adaptive`: keeps the blocks that save the most time per second in a slot.
+"""AdaptivePolicy: keeps the blocks that save the most time per second in a slot.
 
 The policy learns from observed prompts how soon blocks are used again. The rate of reuse depends on
-the conversation's turn, the time between its prompts and whether conversations share the blocks
-(`history.py`), and on the blocks' age (`reuse_model.py`). The policy multiplies this rate by the
-cost of a miss. The policy needs no tuning: it acts as LRU until it has seen enough prompts, and for
-a while after LRU would have served more blocks (`Trial`). A block is evicted after the blocks that
-follow it in a chain, unless those must not be evicted. Before the first `observe` the policy is LRU
-and as cheap, for owners that do not report prompts.
+the conversation's turn, the time between the conversation's prompts and whether conversations share
+the blocks (`history.py`), and on the blocks' age (`reuse_model.py`). The policy multiplies the rate
+of reuse by the cost of a miss. The policy needs no tuning: it acts as LRU for the first prompts,
+and for a while after LRU would have served more blocks (`Trial`). A block is evicted after the
+blocks that follow it in a chain, unless the following blocks must not be evicted. Before the first
+`observe` the policy is plain LRU, for owners that do not report prompts.
 
 The policy also remembers evicted blocks: three times its owner's number of blocks plus `MIN_GONE`,
 but at most `MAX_GONE`. A block takes about 400 bytes."""
@@ -26,14 +26,14 @@ from .miss_cost import MissCost
 from .reuse_model import ReuseModel
 from .runs import Block, Run
 
-# Prompts that are seen before the policy is trusted for the first time.
+# The number of prompts before the learned order replaces LRU for the first time.
 WARM_UP = 128
-# Prompts for which a policy that fell behind LRU is suspended: the first time, and at most.
+# The number of prompts for which a policy worse than LRU is suspended: the first time, and at most.
 SUSPEND = 512
 MAX_SUSPEND = 1 << 14
 # The number of prompts after which a result has half its weight.
 HALF_LIFE = 1024
-# The policy fell behind if it lost more than this share of blocks and so many standard deviations.
+# A policy is worse than LRU if it lost more than MARGIN of the blocks, and DEVIATIONS.
 MARGIN = 0.002
 DEVIATIONS = 1.5
 
@@ -46,7 +46,7 @@ class Trial:
 
     A simulated LRU of the same capacity, with keys only, gets the same prompts. If the policy
     serves fewer blocks than LRU, by more than chance, the policy is suspended for a while, each
-    time for twice as long. `is_trusted` says whether to follow the policy now."""
+    time for twice as long. `is_trusted`: whether the policy is not suspended."""
 
     def __init__(self, capacity: int) -> None:
         self.is_trusted = False
@@ -55,12 +55,12 @@ class Trial:
         self._decide_at = WARM_UP
         self._suspend = SUSPEND
         self._prompts = 0
-        # Sums over prompts, older ones with less weight: blocks requested, hits of LRU minus hits
-        # of the policy, and squares of these differences.
+        # Sums over prompts, older prompts with less weight: blocks requested, hits of LRU minus
+        # hits of the policy, and squares of these differences.
         self._asked = self._lost = self._variance = 0.0
 
     def compare_prompt(self, chain: Sequence[bytes], hits: int) -> None:
-        """Compare the number of a prompt's leading blocks that the owner held with that of LRU."""
+        """Compare `hits`, the leading blocks of a prompt that the owner held, with those of LRU."""
         lru_hits = self._replay(chain)
         self._prompts += 1
         if not self.is_trusted:
@@ -94,14 +94,14 @@ def take_tails_first(
     runs: Iterable[Run], count: int, may_go: Callable[[bytes], bool]
 ) -> dict[Block, None]:
     """Choose up to `count` blocks of the runs for eviction, the first run first. Change nothing. A
-    block is chosen only after its followers in a chain, because the followers are useless without
-    it. A block with a held follower that is not chosen is skipped, with all blocks before it in its
-    run. A skipped block is considered again as soon as all its followers are chosen."""
+    block is chosen only after its followers in a chain, which are useless without the block. A
+    block with a held follower that is not chosen is skipped, with all blocks before it in its run.
+    A skipped block is considered again as soon as all its followers are chosen."""
     taken: dict[Block, None] = {}
     if count <= 0:
         return taken
-    left: dict[Block, int] = {}  # by parent of taken blocks: its followers that stay
-    waiting: set[Run] = set()  # passed over because of their followers
+    left: dict[Block, int] = {}  # parent of taken blocks → number of its followers not taken
+    waiting: set[Run] = set()  # skipped runs
     for first in runs:
         to_do = [first]
         while to_do:
@@ -130,7 +130,7 @@ def take_tails_first(
 
 class AdaptivePolicy(EvictionPolicy):
     """The policy for an owner of up to `capacity` blocks. An operation on a key takes O(1) on
-    average; `victims` is linear in the numbers of visited blocks and of classes."""
+    average; `victims` takes time linear in the visited blocks and the classes."""
 
     learns = True
 
@@ -138,7 +138,7 @@ class AdaptivePolicy(EvictionPolicy):
         gone = min(MAX_GONE, 3 * capacity + MIN_GONE)
         self._history = History(capacity + gone, ReuseModel(), cost=cost)
         self._trial = Trial(capacity)
-        self._untold: LruPolicy | None = LruPolicy()  # used until the first prompt
+        self._untold: LruPolicy | None = LruPolicy()  # the order until the first prompt
 
     def __len__(self) -> int:
         return self._history.num_held if self._untold is None else len(self._untold.order)
@@ -147,7 +147,7 @@ class AdaptivePolicy(EvictionPolicy):
         if self._untold is not None:
             held = self._untold.order
             self._untold = None
-            self._history.now = now  # the blocks held count as used at the first prompt
+            self._history.now = now  # held blocks count as used at the first prompt
             self.insert(held)
         hits = self._history.record_prompt(chain, now)
         self._trial.compare_prompt(chain, hits)
@@ -159,7 +159,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._history.mark_held(keys)
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        # `observe` has recorded the uses of a prompt.
+        # After the first prompt, `observe` records the uses.
         if self._untold is not None:
             self._untold.touch(keys)
 
@@ -196,11 +196,11 @@ class AdaptivePolicy(EvictionPolicy):
         return self._choose(count, may_evict, limit)
 
     def _choose(self, count: int, may_evict: Callable[[bytes], bool], limit: float) -> list[bytes]:
-        """Up to `count` keys to evict, from runs (blocks last used by one prompt) below `limit`."""
+        """Return up to `count` keys to evict, from runs with a value below `limit`."""
         taken = take_tails_first(self._runs(limit), count, may_evict)
         chosen = [block.key for block in taken]
         if limit == inf and len(chosen) < count:
-            # If tails must not be evicted, the blocks before them are evicted instead.
+            # Blocks whose followers must not be evicted are evicted instead.
             others = (b for run in self._runs(limit) for b in run.tail_first() if b not in taken)
             chosen += islice((b.key for b in others if may_evict(b.key)), count - len(chosen))
         return chosen

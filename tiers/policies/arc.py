@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adaptive replacement cache (Megiddo and Modha, FAST 2003): balances recency and frequency.
 
-    evicted ── b1 ◄── t1 │ t2 ──► b2 ── evicted       t1: came once     b1, b2: keys of what was
+    evicted ── b1 ◄── t1 │ t2 ──► b2 ── evicted       t1: came once     b1, b2: keys that were
                   cold   │   cold                     t2: used again    evicted from t1, t2
 
-If a key is inserted again while it is in b1, t1 should have been larger, and `target`, the size
-that t1 may have, grows. If the key is in b2, `target` shrinks.
+If a key is inserted again while it is in b1, t1 should have been larger, so `target`, the size that
+t1 may have, grows. If the key is in b2, `target` shrinks.
 
 Two details differ from the paper, because an owner evicts before it inserts the new key. A key that
-comes back changes `target` after the eviction instead of before it. If the size of t1 equals
+is inserted again changes `target` after the eviction instead of before it. If the size of t1 equals
 `target`, the new key does not decide which list loses a key. Keys that the owner removes for other
 reasons than eviction go to b1 and b2 as well. b1 and b2 together never have more keys than the
 capacity, nor do t1 and b1 together."""
@@ -25,11 +25,11 @@ Keys = OrderedDict[bytes, None]
 
 
 class ArcPolicy(EvictionPolicy):
-    """The ARC policy. An operation on a key takes O(1); `victims` is linear in the number of keys
-    that it visits. Remembers at most `capacity` keys besides the keys of its owner."""
+    """The ARC policy. An operation on a key takes O(1); `victims` takes time linear in the visited
+    keys. Remembers at most `capacity` evicted keys besides the keys of the owner."""
 
     def __init__(self, capacity: int) -> None:
-        self.target = 0.0  # keys that t1 may hold before it loses keys first
+        self.target = 0.0  # the size of t1 above which t1 loses keys first
         self._capacity = capacity
         self._t1: Keys = OrderedDict()
         self._t2: Keys = OrderedDict()
@@ -83,7 +83,7 @@ class ArcPolicy(EvictionPolicy):
             else:
                 key = next(second, None)
             if key is None:
-                # One list has no more to give; the rest comes from the other.
+                # The keys of one list are not enough; more keys come from the other list.
                 chosen += islice(chain(first, second), count - len(chosen))
                 break
             chosen.append(key)
@@ -93,7 +93,7 @@ class ArcPolicy(EvictionPolicy):
         self.target = min(float(self._capacity), max(0.0, self.target + step))
 
     def _trim(self) -> None:
-        """Forget the oldest keys in b1 and b2 beyond the paper's bounds."""
+        """Remove the oldest keys in b1 and b2 beyond the paper's bounds."""
         while self._b1 and len(self._t1) + len(self._b1) > self._capacity:
             self._b1.popitem(last=False)
         while self._b2 and len(self._b1) + len(self._b2) > self._capacity:

@@ -3,8 +3,8 @@
 
 Authors of policies, also outside this project, call `check_policy_contract` with their policy's
 factory. The check uses the policy like a tier: it inserts, touches and removes keys and requests
-victims in every allowed way. Every run does the same, in some tens of milliseconds. The check does
-not judge whether an order of eviction is good."""
+victims in every allowed way. Every run does the same calls, in some tens of milliseconds. The check
+does not judge whether an order of eviction is good."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable
 from ..contract import ContractBroken
 from .base import EvictionPolicy
 
-BLOCKS = 12  # that the owner can hold
+BLOCKS = 12  # the owner's capacity
 _STEPS = 300
 
 
 def check_policy_contract(make: Callable[[int], EvictionPolicy]) -> None:
-    """Check everything on which the owner of a policy relies. `make` returns a policy; it takes the
-    number of blocks that the owner can hold. Raises ContractBroken with expected and actual
+    """Check every property on which the owner of a policy relies. `make` takes the number of blocks
+    that the owner can hold, and returns a policy. Raises ContractBroken with expected and actual
     value."""
     _keeps_the_order_it_is_given(_made(make))
     owner = _Owner(_made(make))
@@ -70,7 +70,7 @@ class _Owner:
 
     def _prompt(self) -> None:
         """Simulate a prompt of one of several conversations, some of which begin with the same
-        blocks. Make room for its blocks with `displaced_by` or with `victims`."""
+        blocks. Make room for the prompt's blocks with `displaced_by` or with `victims`."""
         session, rng = self._rng.randrange(6), self._rng
         chain = [self._key(session, depth) for depth in range(rng.randint(1, 10))]
         self._now += rng.choice((0.0, 1.0, 30.0, 4000.0))
@@ -92,7 +92,7 @@ class _Owner:
         self._held.update(kept)
 
     def _unannounced(self) -> None:
-        """Insert a block that no call of `observe` has announced, as happens after a restart."""
+        """Insert a block that no call of `observe` has reported, as happens after a restart."""
         key = b"%d!" % self._rng.randrange(20)
         if key not in self._held and len(self._held) < BLOCKS:
             self._policy.insert([key])
@@ -147,7 +147,7 @@ class _Owner:
         self._held.difference_update(keys)
 
     def _key(self, session: int, depth: int) -> bytes:
-        """The key of a session's block; pairs of sessions share their first two blocks."""
+        """Return the key of a session's block; pairs of sessions share their first two blocks."""
         return b"%d/%d" % (session // 2 if depth < 2 else 100 + session, depth)
 
 

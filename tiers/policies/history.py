@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The history: which blocks prompts used and when, whether the owner still holds the blocks or not.
+"""History: the prompts and times at which blocks were used, of held and of evicted blocks.
 
-The reuse of evicted blocks is as informative as that of held blocks. So the history remembers
+The reuse of evicted blocks is as informative as the reuse of held blocks. So the history remembers
 blocks after their eviction, up to a limit; a block takes about 400 bytes. The history reports each
 reuse of blocks to the `ReuseModel`.
 
 Blocks are grouped in runs: a run has blocks of one class that the same prompt used last, so that
-they age together. A prompt uses a chain from its head on, so it moves leading blocks out of the
-runs of earlier prompts. Each block is in one run, which belongs to the last prompt that used the
-block:
+the blocks of a run age together. A prompt uses a chain from the first block on, so a prompt moves
+leading blocks out of the runs of earlier prompts. Each block is in one run, which belongs to the
+last prompt that used the block:
 
     prompt 1 uses a b c d e, then prompt 2 uses a b c f g:    [a b c f g]   left behind: [d e]
 
 Runs are ordered in queues, one for each class, cost of a miss and bin of ages. The model ranks the
-queues. All runs of a queue have the same value, and the oldest is evicted first. A run moves to the
-next queue when its age leaves the bin, at most a few dozen times. So no work is repeated for each
-block or at short intervals."""
+queues. All runs of a queue have the same value, and the oldest run is evicted first. A run moves to
+the next queue when its age leaves the bin of ages, at most a few dozen times, so no work is
+repeated for each block or at short intervals."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from .reuse_model import Class, ReuseModel
 from .run_queues import RunQueues
 from .runs import Block, Prompt, Run
 
-# Runs of blocks that no prompt announced are cut at this length, which bounds the cost of sorting.
+# The longest run of blocks of no observed prompt, which bounds the cost of sorting.
 UNANNOUNCED_BLOCKS = 64
-# The model learns after so many prompts, or an eighth of the number of runs if that is more.
+# The model is fitted after this number of prompts, or an eighth of the number of runs if larger.
 LEARN_PROMPTS = 64
-# With more runs than this the model samples them, so that learning takes a few milliseconds.
+# The most runs from which the model is fitted, in a few milliseconds; of more runs, a sample.
 LEARN_RUNS = 4096
 
 MAX_TURN = 6
 MAX_SHARED = 3
 MAX_GAP = 7
 MAX_LENGTH = 9
-GAP_OCTAVES = 1.5  # of one step between classes
+GAP_OCTAVES = 1.5  # the width of a class's range of gaps
 
 _OWN, _SHARED, _LEFT_BEHIND = range(3)
 LEFT_BEHIND: Class = (_LEFT_BEHIND,)
@@ -49,7 +49,7 @@ UNANNOUNCED: Class = (_OWN, 0, 0)
 
 class History:
     """The remembered blocks by key, each in one run. Runs with blocks that the owner holds are in
-    `queues`. With `by_length`, the class of a run depends also on the length of its prompt."""
+    `queues`. `by_length`: the class of a run depends also on its prompt's length."""
 
     def __init__(
         self,
@@ -61,16 +61,16 @@ class History:
     ) -> None:
         self.blocks: dict[bytes, Block] = {}
         self.queues = RunQueues(model)
-        self.num_held = 0  # those of `blocks` that the owner holds
+        self.num_held = 0  # how many of `blocks` the owner holds
         self.num_prompts = 0
         self.now = 0.0
         self._limit = limit
         self._model = model
         self._by_length = by_length
         self._cost = cost or MissCost()
-        self._levels: list[int] = []  # by depth
+        self._levels: list[int] = []  # levels of the cost of a miss, by depth
         self._runs: OrderedDict[Run, None] = OrderedDict()
-        self._unannounced: Run | None = None  # the last such run, if it still exists
+        self._unannounced: Run | None = None  # the last run of blocks of no prompt
         self._learn_at = LEARN_PROMPTS
 
     def record_prompt(self, chain: Sequence[bytes], now: float) -> int:
@@ -86,9 +86,9 @@ class History:
         hits = sum(1 for _ in takewhile(lambda block: block.held, matched))
         before = matched[-1].run.prompt if matched else None
         if before is not None and not before.length:
-            before = None  # no prompt announced these blocks
-        # A prompt with more than half of an earlier prompt's blocks continues that prompt. With
-        # fewer, the prompts only begin alike.
+            before = None  # the blocks are of no observed prompt
+        # A prompt with more than half of an earlier prompt's blocks continues that prompt. Prompts
+        # with fewer common blocks only begin alike.
         goes_on = before is not None and 2 * len(matched) > before.length
         prompt = Prompt(now, len(chain), before if goes_on else None)
         if before is not None and not goes_on:
@@ -101,7 +101,7 @@ class History:
         return hits
 
     def learn(self) -> None:
-        """Refresh the model with the ages of the runs, or of a sample of many runs."""
+        """Fit the model to the ages of the runs, or of a sample of the runs if there are many."""
         now, every = self.now, 1 + len(self._runs) // LEARN_RUNS
         watched = islice(self._runs, 0, None, every)
         self._model.refresh((r.name, now - r.time, every * r.weight(len(r))) for r in watched)
@@ -109,8 +109,8 @@ class History:
         self._learn_at = self.num_prompts + max(LEARN_PROMPTS, len(self._runs) // 8)
 
     def mark_held(self, keys: Iterable[bytes]) -> None:
-        """Mark these blocks as held by the owner. Blocks that no prompt announced get their own
-        runs, the last one hottest."""
+        """Mark `keys` as held by the owner. Blocks of no observed prompt get their own runs, the
+        last one hottest."""
         for key in keys:
             block = self.blocks.get(key) or self._add_unannounced(key)
             if block.held:
@@ -123,7 +123,7 @@ class History:
         self.trim_to_limit()
 
     def mark_gone(self, keys: Iterable[bytes]) -> None:
-        """Mark these blocks as no longer held by the owner; unknown keys are ignored."""
+        """Mark `keys` as no longer held by the owner; unknown keys are ignored."""
         for key in keys:
             block = self.blocks.get(key)
             if block is not None and block.held:
@@ -132,7 +132,7 @@ class History:
                 self._drop_if_empty(block.run)
 
     def trim_to_limit(self) -> None:
-        """Forget blocks that the owner does not hold, oldest runs first, until the limit is met."""
+        """Remove blocks that the owner does not hold, oldest runs first, until the limit is met."""
         for _ in range(len(self._runs)):
             if len(self.blocks) <= self._limit:
                 break
@@ -155,7 +155,7 @@ class History:
         return block
 
     def _move_chain(self, chain: Sequence[bytes], prompt: Prompt) -> None:
-        """Move the chain's blocks into new runs of this prompt."""
+        """Move the blocks of `chain` into new runs of `prompt`."""
         used: dict[Run, int] = {}
         made: list[Run] = []
         levels = self._levels
@@ -185,7 +185,7 @@ class History:
 
     def _used(self, run: Run, count: int, prompt: Prompt) -> None:
         """Report to the model that `prompt` used `count` blocks of `run`. If `prompt` continues an
-        earlier prompt, the class of the rest of `run` becomes LEFT_BEHIND."""
+        earlier prompt, the class of other blocks in `run` becomes LEFT_BEHIND."""
         age = self.now - run.time
         self._model.used(run.name, age, run.weight(count))
         self._drop_if_empty(run)
@@ -211,8 +211,8 @@ class History:
                     self._unannounced = None
 
     def _class_of(self, prompt: Prompt, sharers: int) -> Class:
-        """The class of blocks in a prompt. It depends on `sharers`, the number of other
-        conversations that began with these blocks; without any, on the prompt's turn and gap."""
+        """Return the class of blocks in a prompt, by `sharers`, the number of other conversations
+        that began with these blocks, or, if 0, by the prompt's turn and gap."""
         if sharers:
             return (_SHARED, min(MAX_SHARED, sharers.bit_length() - 1))
         gap = 0

@@ -7,8 +7,8 @@ Another package adds a policy in its own `pyproject.toml`:
     mine = "mypackage.policy:MyPolicy"
 
 `MyPolicy` takes the number of blocks that its owner can hold and returns an EvictionPolicy. The
-policy must pass the check in `contract.py` before it is used. If a built-in policy has the same
-name, the built-in policy is used."""
+policy must pass the check in `contract.py` before it is used. A built-in policy of the same name
+takes precedence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENTRY_POINTS = "stratakv.policies"
 
 LRU = "lru"
 
-# Takes the number of blocks that the owner can hold.
+# A function that makes a policy from the number of blocks that the owner can hold.
 PolicyFactory = Callable[[int], EvictionPolicy]
 
 POLICIES: Mapping[str, PolicyFactory] = {
@@ -38,18 +38,18 @@ POLICIES: Mapping[str, PolicyFactory] = {
     "adaptive": AdaptivePolicy,
 }
 DEFAULT_POLICY = "adaptive"
-# For the ssd tier. In replays below a slab, `adaptive` lost more hits than it won: it counts the
-# hits in its own tier, but prompts begin with blocks that the slab also has.
+# The default of the ssd tier. In replays with a slab above, `adaptive` lost more hits than it won:
+# it counts hits in its own tier, but prompts begin with blocks that the slab also has.
 DEFAULT_SSD_POLICY = LRU
 
 
 def known_policies() -> list[str]:
-    """The names of all policies: first the built-in policies, then those of other packages."""
+    """Return the names of all policies: first built-in policies, then those of other packages."""
     return list(dict.fromkeys([*POLICIES, *installed(ENTRY_POINTS)]))
 
 
 def policy_factory(name: str) -> PolicyFactory:
-    """The function that makes a policy: a built-in policy, or a policy of another package by its
+    """Return the function that makes a policy: a built-in policy, or a policy of another package by
     name or as `module:attribute`. Raises TierConfigError for an unknown name and for a policy that
     cannot be loaded or breaks the contract of `base.py`."""
     if name in POLICIES:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy `lru`: the least recently used key is evicted first.
+"""LruPolicy: the least recently used key is evicted first.
 
-The order is an OrderedDict, because finding the first key of a plain dict takes a walk over all
-entries that earlier evictions have emptied."""
+The order is an OrderedDict, because the search for the first key of a plain dict visits all entries
+that earlier evictions have emptied."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .base import EvictionPolicy
 
 
 class LruPolicy(EvictionPolicy):
-    """An operation on a key takes O(1); `victims` is linear in the number of keys it visits."""
+    """The LRU policy. An operation on a key takes O(1), `victims` O(1) for each visited key."""
 
     def __init__(self) -> None:
         self.order: OrderedDict[bytes, None] = OrderedDict()  # the coldest first
@@ -22,7 +22,7 @@ class LruPolicy(EvictionPolicy):
         return len(self.order)
 
     def insert(self, keys: Iterable[bytes]) -> None:
-        self.order.update(dict.fromkeys(keys))  # each is new, so it comes at the end
+        self.order.update(dict.fromkeys(keys))  # new keys come at the end
 
     def touch(self, keys: Iterable[bytes]) -> None:
         for key in keys:

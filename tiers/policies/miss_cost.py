@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from ..errors import TierConfigError
 
-# The resolution of the cost of a miss: half-octaves.
+# The levels of the cost of a miss are half-octaves.
 LEVELS_PER_OCTAVE = 2
 
 
 @dataclass(frozen=True, slots=True)
 class MissCost:
-    """Seconds that a missing block costs: the time to compute it, which grows with its depth in the
+    """The seconds that a missing block costs: to compute it, which grows with its depth in the
     chain, or to load it from the tier below, if faster. By default all costs are equal."""
 
     compute_seconds: float = 1.0
@@ -27,6 +27,6 @@ class MissCost:
             raise TierConfigError(f"a miss costs time, and no less the deeper it is: {self}")
 
     def level(self, depth: int) -> int:
-        """The cost of a block with `depth` blocks before it, as a level on a logarithmic scale."""
+        """Return the cost of a block with `depth` blocks before it, as a level of a log scale."""
         compute = self.compute_seconds + self.compute_seconds_per_depth * depth
         return round(LEVELS_PER_OCTAVE * math.log2(min(compute, self.load_seconds)))

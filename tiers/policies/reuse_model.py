@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reuse model: learns for each class of blocks a rate of reuse that depends on the blocks' age.
+"""ReuseModel: learns, for each class of blocks, a rate of reuse that depends on the blocks' age.
 
 The age of a block is the time since its last use. For each class, ages are divided into bins that
-grow with age. A bin counts the reuses in it and the seconds that blocks waited in it for a reuse.
-Blocks that are never reused add seconds too, so a class that is never used again gets low rates. A
-class is a tuple, and its parent is the tuple without the last element. A class with few uses has
-the rates of its parent times one factor, until its own bins have enough uses."""
+grow with age. A bin counts the reuses at these ages, and the seconds that blocks waited at these
+ages for a reuse. Blocks that are never reused add seconds too, so a class that is never used again
+gets low rates. A class is a tuple, and its parent is the tuple without the last element. A class
+with few uses has the rates of its parent times one factor, until its own bins have enough uses."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ UPPER = [FIRST_SECONDS * 2 ** (i / BINS_PER_OCTAVE) for i in range(NUM_BINS)]
 LOWER = [0.0, *UPPER[:-1]]
 WIDTH = [high - low for low, high in zip(LOWER, UPPER, strict=True)]
 DECLINE = [1.0, *(low / high for low, high in pairwise(WIDTH))]
-# Weight of the parent's rate, for a bin and for a class as a whole, in uses.
+# The weight, in uses, of the parent's rate: for a bin, and for a class as a whole.
 PRIOR_USES = 10.0
-# Above this total all weights are halved, so that old uses fade.
+# The total weight above which all weights are halved, so that old uses fade.
 MEMORY_WEIGHT = 50_000.0
 
 
 def bin_of(age: float) -> int:
-    """The bin of an age in seconds; the last bin has no upper end."""
+    """Return the bin of an age in seconds; the last bin has no upper end."""
     if age < FIRST_SECONDS:
         return 0
     return min(NUM_BINS - 1, 1 + int(BINS_PER_OCTAVE * log2(age / FIRST_SECONDS)))
@@ -42,15 +42,15 @@ def _zeros() -> list[float]:
 
 @dataclass(slots=True)
 class _Tally:
-    """Sums for each bin: the weight of blocks reused in the bin, the weight of blocks whose wait
-    ended in the bin, and the seconds (times weight) that those waits spent in the bin."""
+    """Sums for each bin of ages: the weight of blocks reused in the bin, the weight of blocks whose
+    wait ended in the bin, and the seconds (times weight) that these waits spent in the bin."""
 
     used: list[float] = field(default_factory=_zeros)
     ended: list[float] = field(default_factory=_zeros)
     waited: list[float] = field(default_factory=_zeros)
 
     def count_ended(self, age: float, weight: float) -> int:
-        """Count a wait for a reuse that ended at this age. Return the bin of the age."""
+        """Count a wait for a reuse that ended at `age`. Return the bin of `age`."""
         at = bin_of(age)
         self.ended[at] += weight
         self.waited[at] += weight * min(max(0.0, age - LOWER[at]), WIDTH[at])
@@ -65,7 +65,7 @@ class _Tally:
             row[:] = [0.5 * value for value in row]
 
     def exposure(self) -> list[float]:
-        """The seconds (times weight) waited in each bin, also by waits that ended in later bins."""
+        """Return the seconds (times weight) waited in each bin, also by waits that ended later."""
         seconds, beyond = _zeros(), 0.0
         for at in reversed(range(NUM_BINS)):
             seconds[at] = self.waited[at] + WIDTH[at] * beyond
@@ -87,18 +87,18 @@ class ReuseModel:
         self._weight = 0.0
 
     def used(self, name: Class, age: float, weight: float) -> None:
-        """Count blocks of a class, with this total weight, as used again at this age."""
+        """Count blocks of class `name`, with a total `weight`, as used again at `age`."""
         tally = self._tally(name)
         tally.used[tally.count_ended(age, weight)] += weight
         self._weight += weight
 
     def given_up(self, name: Class, age: float, weight: float) -> None:
-        """Count blocks of a class, with this total weight, as unused at this age and given up."""
+        """Count blocks of class `name`, with a total `weight`, as given up unused at `age`."""
         self._tally(name).count_ended(age, weight)
         self._weight += weight
 
     def refresh(self, waiting: Iterable[tuple[Class, float, float]]) -> None:
-        """Fit the model to all counts and to the blocks that still wait: (class, age, weight)."""
+        """Fit the model to all counts and to blocks that wait, as (class, age, weight)."""
         if self._weight > MEMORY_WEIGHT:
             self._weight /= 2
             for tally in self._tallies.values():
@@ -118,14 +118,14 @@ class ReuseModel:
         self._indexes = {}
 
     def index(self, name: Class, at: int) -> float:
-        """The most expected uses per second of waiting, from the start of this bin on."""
+        """Return the most expected uses per second of waiting, from the start of bin `at` on."""
         indexes = self._indexes.get(name)
         if indexes is None:
             indexes = self._indexes[name] = _best_ratios(self._rate(name))
         return indexes[at]
 
     def chance(self, name: Class, age: float, horizon: float) -> float:
-        """The probability of a use between the ages `age` and `horizon`, with none before `age`."""
+        """Return the probability of a use from `age` to `horizon`, with no use before `age`."""
         hazard = 0.0
         for at, rate in enumerate(self._rate(name)):
             seconds = min(horizon, UPPER[at]) - max(age, LOWER[at])
@@ -139,7 +139,7 @@ class ReuseModel:
         return tally
 
     def _rate(self, name: Class) -> list[float]:
-        """The rate of reuse in each bin: uses per second of waiting."""
+        """Return the rate of reuse in each bin: uses per second of waiting."""
         rates = self._rates.get(name)
         if rates is not None:
             return rates
@@ -153,7 +153,7 @@ class ReuseModel:
         else:
             prior = []
         rates = self._rates[name] = []
-        # The prior of all classes together: a bin sees as many uses as the shorter bin before it.
+        # The prior of all classes together: a bin has as many uses as the shorter bin before it.
         rate = (sum(tally.used) + 1) / (sum(seconds) + 1)
         for at in range(NUM_BINS):
             believed = prior[at] if prior else rate * DECLINE[at]
@@ -163,11 +163,11 @@ class ReuseModel:
 
 
 def _best_ratios(rates: list[float]) -> list[float]:
-    """The Gittins index of each bin: the largest ratio, over all times to stop waiting, of the
-    probability of a use to the seconds waited. The index is computed from the last bin backwards: a
-    stretch of bins is merged with the next stretch as long as that raises its ratio."""
+    """Return the Gittins index of each bin: the largest ratio, over all times to stop waiting, of
+    the probability of a use to the seconds waited. The index is computed from the last bin
+    backwards: a stretch of bins is merged with the next stretch as long as the ratio grows."""
     ratios = _zeros()
-    stretches: list[tuple[float, float, float]] = []  # probability of a use, seconds, of no use
+    stretches: list[tuple[float, float, float]] = []  # P(use), seconds, P(no use)
     for at in reversed(range(NUM_BINS)):
         uses = -expm1(-rates[at] * WIDTH[at])
         seconds, none = uses / rates[at], 1 - uses

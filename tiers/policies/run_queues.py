@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queues of runs: one for each class, cost of a miss and bin of ages, ranked by value."""
+"""Queues of runs: one queue for each class, cost of a miss and bin of ages, ranked by value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RunQueues:
         self._advanced = -math.inf
 
     def link(self, run: Run, now: float) -> None:
-        """Add a run to its queue, unless it is in a queue or the owner holds none of its blocks."""
+        """Add a run to its queue, unless it is in a queue or has no block that the owner holds."""
         if not run.blocks or run.queue is not None:
             return
         place = (run.name, run.level, bin_of(now - run.time))
@@ -52,7 +52,7 @@ class RunQueues:
         self._ranked = sorted(self._queues.values(), key=_rank)
 
     def value(self, run: Run, now: float) -> float:
-        """The value of a run: expected seconds saved per second for which its blocks are kept."""
+        """Return the value of a run: expected seconds saved per second of keeping its blocks."""
         return self._value(run.name, run.level, bin_of(now - run.time))
 
     def by_value(self, now: float) -> Iterator[tuple[float, Iterable[Run]]]:
@@ -75,7 +75,7 @@ class RunQueues:
         return float(self._model.index(name, at) * 2.0 ** (level / LEVELS_PER_OCTAVE))
 
     def _advance(self, now: float) -> None:
-        """Move runs to the queues of their ages, oldest first, so queues stay in time order."""
+        """Move runs to the queues of their ages, oldest first; queues stay in time order."""
         if now < self._advanced + ADVANCE_SECONDS:
             return
         self._advanced = now
@@ -97,11 +97,11 @@ class _Queue:
     def __init__(self, name: Class, level: int, at: int) -> None:
         self.name = name
         self.level = level
-        self.at = at  # the bin of ages
+        self.at = at  # the number of the bin of ages
         self.value = 0.0
         self.runs: OrderedDict[Run, None] = OrderedDict()
 
 
 def _rank(queue: _Queue) -> tuple[float, int]:
-    """The sort key of a queue: least value first, and at equal values the older bin first."""
+    """Return the sort key of a queue: least value first; of equal values, larger ages first."""
     return queue.value, -queue.at

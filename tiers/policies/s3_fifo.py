@@ -2,13 +2,13 @@
 """S3-FIFO (Yang, Zhang, Qiu, Yue and Vinayak, SOSP 2023): eviction with three FIFO queues.
 
     new ──► small ──(used more than once)──► main ──► again, while it was used
-              └──► ghost: a key only; a key that comes back while it is there goes to main
+              └──► ghost: evicted keys; a key inserted while it is in ghost goes to main
 
 A use only raises the key's count, up to three, and moves no key. In the paper, keys move between
-queues at an eviction; in this module, when the owner removes the victims that `victims` has
-returned. Until then the moves are a plan, which an insert or a use discards. A key that is removed
-without a plan only leaves its queue; a key from the small queue goes to ghost. When main is full,
-the paper also evicts from main; this module evicts only as many keys as requested."""
+queues at an eviction; in this module, keys move when the owner removes the victims that `victims`
+has returned. Before the removal the moves are a plan, which an insert or a use discards. A key that
+is removed without a plan only leaves its queue, and goes to ghost if it was in small. When main is
+full, the paper also evicts from main; this module evicts only as many keys as requested."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ MAX_COUNT = 3
 
 
 class S3FifoPolicy(EvictionPolicy):
-    """The S3-FIFO policy. A key costs O(1) over its life; `victims` is linear in the number of
+    """The S3-FIFO policy. A key costs O(1) over its life; `victims` takes time linear in its
     visits, at most four for each key. Remembers up to `capacity` evicted keys."""
 
     def __init__(self, capacity: int) -> None:
         self._small_size = max(1, int(capacity * SMALL_SHARE))
         self._ghost_size = max(1, capacity - self._small_size)
-        # Use counts by key, the first in first.
+        # Use counts by key, in the order of insertion.
         self._small: OrderedDict[bytes, int] = OrderedDict()
         self._main: OrderedDict[bytes, int] = OrderedDict()
         self._ghost: OrderedDict[bytes, None] = OrderedDict()
-        # By victim: the keys that go to the end of main before the victim goes, with their counts.
+        # Victim → the keys, with counts, that move to the end of main before its removal.
         self._plan: dict[bytes, list[tuple[bytes, int]]] = {}
 
     def __len__(self) -> int:
@@ -70,8 +70,8 @@ class S3FifoPolicy(EvictionPolicy):
     def victims(self, count: int, may_evict: Callable[[bytes], bool]) -> list[bytes]:
         self._plan = {}
         chosen: list[bytes] = []
-        moves: list[tuple[bytes, int]] = []  # since the last victim
-        again: deque[tuple[bytes, int]] = deque()  # behind the keys in main
+        moves: list[tuple[bytes, int]] = []  # planned after the last victim
+        again: deque[tuple[bytes, int]] = deque()  # keys to visit after those in main
         small = (item for item in self._small.items() if may_evict(item[0]))
         main = (item for item in self._main.items() if may_evict(item[0]))
         num_small = len(self._small)

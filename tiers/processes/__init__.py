@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of the system: their command lines, and locks that belong to one process."""
+"""Command lines of this system's processes, and locks that belong to one process."""

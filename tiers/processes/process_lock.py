@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lock of one process on a file.
+"""ProcessLock: a lock of one process on a file.
 
 A flock lock belongs to the open file, and a fork copies the descriptor. A child would hold the lock
 as long as it lives, even after its parent has closed the file or was killed, and could release or
-change the lock of its parent. So a forked child closes its copy at once."""
+change the parent's lock. So a forked child closes its copy of the descriptor at once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ProcessLock:
         self.descriptor = -1
         if descriptor >= 0:
             if is_ours:
-                with suppress(OSError):  # where the file system is gone the kernel drops the lock
+                with suppress(OSError):  # the kernel drops the lock of a removed file system
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command lines of Python processes that do not import from their working directory.
+"""Command lines that start Python without imports from the working directory.
 
-`python -m` and `python -c` put the working directory first on the path, so a file there, such as a
-`msgspec.py`, would run in place of a package. -P keeps the directory off the path; PYTHONSAFEPATH
-does the same for processes whose command line the standard library writes."""
+`python -m` and `python -c` put the working directory first on the path, so a file in it, such as
+`msgspec.py`, would be imported in place of a package. -P keeps the directory off the path;
+PYTHONSAFEPATH does the same for processes whose command line the standard library writes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _VARIABLE = "PYTHONSAFEPATH"
 
 
 def python_command(*words: str, python: str | None = None) -> list[str]:
-    """The command line of `python WORDS`, by default of this Python; others must be 3.11+."""
+    """Return the command line of `python WORDS`, by default of this Python (or of 3.11+)."""
     return [python or sys.executable, "-P", *words]
 
 
 @contextmanager
 def spawn_context() -> Iterator[SpawnContext]:
     """Yield multiprocessing's spawn context, which starts `python -c` for each child and for its
-    resource tracker. The caller starts children and makes semaphores inside the block.
-    PYTHONSAFEPATH is set only inside the block, so programs started later do not have it."""
+    resource tracker. The caller starts children and makes semaphores in the `with` body.
+    PYTHONSAFEPATH is set only in this body, so programs started later do not have it."""
     before = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = "1"
     try:

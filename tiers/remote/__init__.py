@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The remote tier: a store like `tiers/ssd`, but cache servers keep its blocks."""
+"""The remote tier: a store like `tiers/ssd`, whose blocks are kept by cache servers."""

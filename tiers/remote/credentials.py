@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client's credentials for a cache server: files with token, certificate and trusted authorities.
 
-The files are read for each connection, so that renewed files need no restart. A client with neither
-token nor certificate uses the token file that a server of the same user wrote on this machine
+The files are read for each connection, so that renewed files need no restart. A client without
+token and certificate uses the token file that a server of the same user has written on this machine
 (`wire/own_token.py`)."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_BYTES = 1024**2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
     """Paths of credential files; a path is None if unused. `ca_file` has the authorities that sign
-    the server's certificate, by default the system's. `server_name` is the name in that
+    the server's certificate, by default the system's. `server_name` is the name in the server's
     certificate, by default the host of the address."""
 
     token_file: Path | None = None
@@ -44,7 +44,7 @@ class Credentials:
             )
 
     def metadata(self, address: ServerAddress | None = None) -> tuple[tuple[str, str], ...]:
-        """The gRPC metadata of calls to `address`. Raises TierConfigError for a bad token."""
+        """Return the metadata of calls to `address`. Raises TierConfigError for a bad token."""
         token = self._own_token(address) if self.token_file is None else self._given_token()
         if token is None:
             return ()
@@ -60,26 +60,26 @@ class Credentials:
         return token
 
     def _own_token(self, address: ServerAddress | None) -> str | None:
-        """The token of this user's server. None for another machine or a client certificate."""
+        """Return the token of this user's server; None on another machine or with a certificate."""
         if address is None or self.cert_file is not None or not is_loopback(address.host):
             return None
         return find_token(address.port)
 
     def missing(self, address: ServerAddress) -> str:
-        """A hint for a refused call: where no token file was found. Empty if none is missing."""
+        """Return a hint for a refused call: the missing token file; "" if none is missing."""
         is_looked_for = self.token_file is None and self.cert_file is None
         if not is_looked_for or not is_loopback(address.host):
             return ""
         try:
             if find_token(address.port) is not None:
                 return ""
-        except TierConfigError:  # already reported
+        except TierConfigError:  # reported by other calls
             return ""
         places = " nor ".join(map(str, token_places(address.port))) or "any folder of this user's"
         return f"; no token of a server of this user's lies in {places}"
 
     def grpc(self) -> Any:
-        """The credentials of a secure channel. Raises TierConfigError for an unreadable file."""
+        """Return a secure channel's credentials. Raises TierConfigError for unreadable files."""
         import grpc
 
         ca, cert, key = (
@@ -93,7 +93,7 @@ class Credentials:
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def context(self) -> ssl.SSLContext:
-        """The context of a TLS socket. Raises TierConfigError if a file cannot be used."""
+        """Return the context of a TLS socket. Raises TierConfigError for an unusable file."""
         try:
             context = ssl.create_default_context(cafile=self.ca_file)
             context.minimum_version = ssl.TLSVersion.TLSv1_2

@@ -16,7 +16,7 @@ _R = TypeVar("_R")
 
 
 def then(future: Future[_T], work: Callable[[_T], _R]) -> Future[_R]:
-    """Return a future of `work(future.result())`. It gets any error of `future` or `work`."""
+    """Return a future with `work(future.result())`, or with the error of `future` or `work`."""
     result: Future[_R] = Future()
 
     def done(ended: Future[_T]) -> None:
@@ -31,8 +31,8 @@ def then(future: Future[_T], work: Callable[[_T], _R]) -> Future[_R]:
 
 
 def all_of(futures: Sequence[Future[Any]], work: Callable[[], _R]) -> Future[_R]:
-    """Return a future of `work()`, which is called when all `futures` have ended. The future fails
-    only if all `futures` failed, so that one failing server does not make a whole call fail."""
+    """Return a future with `work()`, which is called when all `futures` have ended. The new future
+    fails only if all `futures` failed, so that one failing server does not fail a call."""
     result: Future[_R] = Future()
     lock = threading.Lock()
     left = len(futures)
@@ -60,7 +60,7 @@ def all_of(futures: Sequence[Future[Any]], work: Callable[[], _R]) -> Future[_R]
 
 
 def _set_result(future: Future[_R], work: Callable[[], _R]) -> None:
-    """Complete `future` with the result or error of `work`: no caller may wait for ever."""
+    """Complete `future` with the result or error of `work`, so that no caller waits for ever."""
     try:
         future.set_result(work())
     except Exception as error:  # noqa: BLE001 - the future gets the error
@@ -68,8 +68,8 @@ def _set_result(future: Future[_R], work: Callable[[], _R]) -> None:
 
 
 def submit(transfers: Transfers[_T], transfer: Transfer) -> Future[list[_T]]:
-    """Call `Transfers.submit`, but return a TierError in the future instead of raising it. Other
-    servers may already use the caller's buffers; these are free once all futures have ended."""
+    """Call `Transfers.submit`, but return a TierError in the future instead of raising it: other
+    servers may already use the caller's buffers until all futures have ended."""
     try:
         return transfers.submit(transfer)
     except TierError as error:
@@ -79,7 +79,7 @@ def submit(transfers: Transfers[_T], transfer: Transfer) -> Future[list[_T]]:
 
 
 def raise_if_none_began(begun: Sequence[Future[list[_T]]]) -> None:
-    """Raise the first TierBusy or TierClosed if every server refused: no buffer is then in use."""
+    """Raise the first TierBusy or TierClosed if every server refused, so no buffer is in use."""
     errors = [future.exception() for future in begun if future.done()]
     refusals = [error for error in errors if isinstance(error, (TierBusy, TierClosed))]
     if begun and len(refusals) == len(begun):

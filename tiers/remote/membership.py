@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of cache servers, and the server that owns each block. Rendezvous hashing chooses the
-owner: every server gets a score for a key, and the server with the highest score owns the block.
-When a server is added or removed, only the blocks of that server move. A membership service could
-implement `Membership` in place of the fixed list."""
+"""Membership: the list of cache servers, and the server that owns each block. Rendezvous hashing
+chooses the owner: every server gets a score for a key, and the server with the highest score owns
+the block. When a server is added or removed, only the blocks of this server change their owner. A
+membership service could implement `Membership` in place of the fixed list."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Protocol
 from ..errors import TierConfigError
 
 _MASK = 2**64 - 1
-_ODD = 0x9E3779B97F4A7C15  # spreads a product over the upper bits
+_ODD = 0x9E3779B97F4A7C15  # an odd factor, which spreads a product over the upper bits
 
 DEFAULT_PORT = 9400
 SCHEMES = ("grpc", "grpcs")
@@ -30,7 +30,7 @@ class Membership(Protocol):
     version: int
 
     def members(self) -> Sequence[ServerAddress]:
-        """The servers, in any order and without duplicates. There is at least one."""
+        """Return the servers, at least one, in any order and without duplicates."""
 
 
 class StaticMembership:
@@ -48,7 +48,7 @@ class StaticMembership:
 
 
 class Rendezvous:
-    """Finds each key's owner among `members`. Clients with the same servers find the same owner."""
+    """The owner of each key among `members`. Clients with the same servers find the same owner."""
 
     def __init__(self, members: Sequence[ServerAddress]) -> None:
         self._seeds = [
@@ -57,7 +57,7 @@ class Rendezvous:
         ]
 
     def owners(self, keys: Sequence[bytes]) -> list[int]:
-        """Each key's owner, as an index in `members`. Uses the first 8 bytes, which are random."""
+        """Return each key's owner, as an index in `members`, from the key's first 8 bytes."""
         seeds = self._seeds
         if len(seeds) == 1:
             return [0] * len(keys)
@@ -71,9 +71,9 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """A server's address. `str` makes it `grpc://host:port`, or `grpcs://host:port` with TLS."""
+    """A server's address. Its `str` is `grpc://host:port`, or `grpcs://host:port` with TLS."""
 
-    host: str  # without brackets
+    host: str  # an IPv6 address has no brackets here
     port: int
     tls: bool = False
 
@@ -104,7 +104,7 @@ def parse_address(text: str) -> ServerAddress:
 
 
 def _in_brackets(text: str) -> str:
-    """The hint for an IPv6 address without brackets; empty for other texts."""
+    """Return the hint for an IPv6 address without brackets; empty for other texts."""
     scheme, _, rest = text.strip().partition("://")
     host, _, port = rest.rpartition(":")
     if "[" in rest or host.count(":") < 2 or not port.isdecimal():

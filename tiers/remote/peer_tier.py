@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PeerTier: loads blocks from the slabs of other engines, and stores none there.
+"""PeerTier: loads blocks from the slabs of other engines, and stores no blocks there.
 
 When a request is queued, the tier sends one look-up of the whole prompt to all engines at the same
-time. It loads a block from an engine that has reported the block. If an engine fails, the failure
-is counted and that engine's blocks are misses."""
+time. The tier loads a block from an engine that has reported the block. If an engine fails, the
+failure is counted and the engine's blocks are misses."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Peer:
 
 class PeerTier(StoreTier):
     """The slabs of the engines at `addresses`, with blocks of `layout`, as one tier. Only `wait_up`
-    and `close` wait for an engine. An engine is used as soon as it is up."""
+    and `close` wait for an engine. Each engine is used as soon as it is up."""
 
     is_read_only = True
 
@@ -125,13 +125,13 @@ class PeerTier(StoreTier):
         return done
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Record that no engine has these blocks. The engines keep the blocks. Returns 0."""
+        """Record that no engine has `keys`, although the engines keep the blocks. Return 0."""
         for peer in self._peers:
             peer.link.presence.learn(keys, [False] * len(keys))
         return 0
 
     def clear(self) -> None:
-        """Forget which blocks the engines have. The engines keep their blocks."""
+        """Clear the record of the engines' blocks. The engines keep their blocks."""
         for peer in self._peers:
             peer.link.presence.clear()
 
@@ -168,8 +168,8 @@ class PeerTier(StoreTier):
             watch.close()
 
     def _divided(self, keys: Sequence[bytes]) -> list[tuple[_Peer, list[int]]]:
-        """The engines to load from, each with the positions of its keys. The engine that has most
-        keys loads all of them, then the one that has most of the rest, and so on."""
+        """Return the engines to load from, each with the positions of its keys. The engine with
+        most keys sends all of them, then the one with most of the other keys, and so on."""
         believed = [
             (peer, {i for i, a in enumerate(peer.link.presence.answers(keys)) if a is Answer.HIT})
             for peer in self._peers

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """PresenceCache: a client's record of the blocks that a server has.
 
-It keeps the server's answers, which expire, and the look-ups without an answer. An answer is a
-hint: if the server evicts the block later, a load of the block is a miss. The number of answers is
-limited; the oldest answer is dropped first. Thread-safe."""
+The record has the server's answers, which expire, and the look-ups without an answer. An answer is
+a hint: if the server evicts the block later, a load of the block is a miss. The number of answers
+is limited; the oldest answer is dropped first. Thread-safe."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..base import Answer
 
-MOST = 1_000_000  # about 150 bytes each
-HIT_SECONDS = 30.0  # `answers` uses a hit for this time; `to_ask` returns its key again sooner
-FRESH_SECONDS = 1.0  # `to_ask` leaves out a key for this time after its answer
+MOST = 1_000_000  # answers of about 150 bytes
+HIT_SECONDS = 30.0  # how long `answers` uses a hit
+FRESH_SECONDS = 1.0  # how long `to_ask` omits a key after its answer
 
 
 class PresenceCache:
@@ -27,14 +27,14 @@ class PresenceCache:
         self._lock = threading.Lock()
         # The time of each answer, the oldest first: positive for a hit, negative for a miss.
         self._formed: dict[bytes, float] = {}
-        self.hits = 0  # answers that are hits, of any age
+        self.hits = 0  # number of answers that are hits, of any age
         self._asked: dict[bytes, int] = {}  # unanswered look-ups and stores of each key
 
     def __len__(self) -> int:
         return len(self._formed)
 
     def answers(self, keys: Sequence[bytes]) -> list[Answer]:
-        """HIT for a hit in the last HIT_SECONDS, PENDING during a look-up or store, else MISS."""
+        """Return HIT after a hit in HIT_SECONDS, PENDING during a look-up or store, else MISS."""
         oldest = max(0.0, self._clock() - HIT_SECONDS)
         with self._lock:
             formed, asked = self._formed, self._asked
@@ -48,7 +48,7 @@ class PresenceCache:
             ]
 
     def to_ask(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The keys to look up: each key once, without those being looked up or just answered."""
+        """Return the keys to look up, each once, without keys being looked up or just answered."""
         now = self._clock()
         with self._lock:
             formed, asked = self._formed, self._asked
@@ -78,7 +78,7 @@ class PresenceCache:
             self.learn(keys, hits)
 
     def learn(self, keys: Sequence[bytes], hits: Sequence[bool]) -> None:
-        """Record for each of these blocks whether the server has it."""
+        """Record for each of `keys` whether the server has the block."""
         now = self._clock()
         with self._lock:
             formed = self._formed
@@ -89,14 +89,14 @@ class PresenceCache:
                 self.hits -= formed.pop(next(iter(formed))) > 0
 
     def invalidate_keys(self, keys: Sequence[bytes]) -> int:
-        """Forget the answers about these blocks. Return how many of the answers were hits."""
+        """Remove the answers about `keys`. Return how many of these answers were hits."""
         with self._lock:
             known = sum(self._formed.pop(key, 0.0) > 0 for key in keys)
             self.hits -= known
             return known
 
     def clear(self) -> None:
-        """Forget all answers. Unanswered look-ups stay recorded."""
+        """Remove all answers. Unanswered look-ups stay recorded."""
         with self._lock:
             self._formed.clear()
             self.hits = 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RemoteStore: the tier that engines share, on one cache server or several.
+"""RemoteStore: the tier that engines share, on one or several cache servers.
 
-When a request is queued, `prefetch_lookup` asks the servers which blocks of its prompt they have;
-`lookup` returns the servers' last answers. Rendezvous hashing divides blocks among the servers. If
-a server fails, its blocks are misses, and the failure is counted."""
+When a request is queued, `prefetch_lookup` looks up its prompt's blocks on the servers; `lookup`
+returns the servers' last answers. Rendezvous hashing divides blocks among the servers. If a server
+fails, its blocks are misses, and the failure is counted."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _Server:
             seconds=settings.store_seconds,
             most_bytes=settings.queue_bytes,
         )
-        # Deletions that the server has not finished: their number by block, and of all blocks.
+        # Deletions that the server has not finished, by key, and calls of `clear`.
         self.going: dict[bytes, int] = {}
         self.clearing = 0
 
@@ -79,7 +79,7 @@ class _Server:
 
 class RemoteStore(StoreTier):
     """A store on the servers of `membership`, for blocks of one layout. Only `wait_up` and `close`
-    wait for a server. A server is used as soon as it is up."""
+    wait for a server. Each server is used as soon as it is up."""
 
     is_shared = True
 
@@ -105,7 +105,7 @@ class RemoteStore(StoreTier):
         return any(server.link.is_up for server in self._servers)
 
     def wait_up(self, timeout_seconds: float) -> bool:
-        """Wait until all servers are attached. Return whether all are. Called at the start."""
+        """Wait until all servers are attached. Return False on a timeout. Called at the start."""
         return all_up([server.link for server in self._servers], timeout_seconds)
 
     def kinds(self) -> set[str]:
@@ -182,7 +182,7 @@ class RemoteStore(StoreTier):
         self._check_buffers(keys, buffers)
         given = [None] * len(keys) if proofs is None else proofs
         if not any(server.link.was_up for server in self._servers):
-            # TierBusy makes the caller offer these blocks again: a server may come up by then.
+            # After TierBusy the caller offers the blocks again; a server may be up by then.
             raise TierBusy(f"no server of the {self.name} tier has been attached yet")
         outcomes = [Stored.REFUSED] * len(keys)
         begun: list[Future[list[State | None]]] = []
@@ -193,7 +193,7 @@ class RemoteStore(StoreTier):
             memory = [as_bytes(buffers[i]) for i in places]
             moved = submit(server.stores, Transfer(wanted, memory, [given[i] for i in places]))
             begun.append(moved)
-            server.link.presence.asked(wanted)  # `lookup` answers PENDING until the store ends
+            server.link.presence.asked(wanted)  # `lookup` returns PENDING until the store ends
             moved.add_done_callback(partial(_sent, server.link.presence, wanted))
             futures.append(then(moved, partial(self._stored, places, wanted, known, outcomes)))
         raise_if_none_began(begun)
@@ -311,7 +311,7 @@ class RemoteStore(StoreTier):
     def _delete_on_server(
         self, server: _Server, call: Callable[[], None], keys: Sequence[bytes] | None
     ) -> None:
-        """Queue a deletion after the submitted stores. `keys` is None if it deletes all blocks."""
+        """Queue a deletion after the submitted stores. `keys` None means all blocks."""
 
         def ended(_future: Future[None]) -> None:
             with self._lock:
@@ -324,7 +324,7 @@ class RemoteStore(StoreTier):
         server.stores.submit_call(call).add_done_callback(ended)
 
     def _divided(self, keys: Sequence[bytes]) -> list[tuple[_Server, Sequence[int]]]:
-        """The servers that own some of `keys`, each with the positions of its keys."""
+        """Return the servers that own some of `keys`, each with the positions of its keys."""
         if len(self._servers) == 1:
             return [(self._servers[0], range(len(keys)))] if keys else []
         places: list[list[int]] = [[] for _ in self._servers]
@@ -344,7 +344,7 @@ class RemoteStore(StoreTier):
 def open_remote(
     addresses: Sequence[ServerAddress], layout: BlockLayout, settings: RemoteSettings | None = None
 ) -> RemoteStore:
-    """Make the tier on these servers. Raises TierConfigError for unreadable credentials."""
+    """Make the tier of servers at `addresses`. Raises TierConfigError for bad credentials."""
     return RemoteStore(StaticMembership(addresses), layout, settings)
 
 
@@ -359,7 +359,7 @@ def _mark(
     places: Sequence[int],
     count: int,
 ) -> None:
-    """Set `kept` for the first `count` blocks, and forget the answers about the other blocks."""
+    """Set `kept` for the first `count` blocks, and remove the answers about other blocks."""
     presence.invalidate_keys(keys[count:])
     for i in places[:count]:
         kept[i] = True

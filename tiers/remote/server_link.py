@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ServerLink: the connection state of one cache server, and the blocks that it reported.
+"""ServerLink: the connection state of one cache server, and the blocks that the server reported.
 
     down ──attach──► up ──a call fails──► down          again and again, with growing pauses
       └──refused (credentials, layout, version)──► told once, tried rarely
 
-A restarted server has a new boot id, and the link then forgets the server's blocks. Transfers run
-on their own threads (`transfers.py`), look-ups on grpc's threads."""
+A restarted server has a new boot id, at which the link drops the record of the server's blocks.
+Transfers run on their own threads (`transfers.py`), look-ups on grpc's threads."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from .transports.stream_client import StreamConnection
 
 log = logging.getLogger(__name__)
 
-MAX_QUESTIONS = 64  # open look-ups at a time
-_OPENING_SHARE = 0.4  # of the remaining time, for each transport
+MAX_QUESTIONS = 64  # unanswered look-ups at a time
+_OPENING_SHARE = 0.4  # share of the remaining time, for each transport
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 2.0
 _REFUSED_PAUSE = 30.0
-_MOST_TOLD = 32  # different refusals that `_told` holds
+_MOST_TOLD = 32  # most refusals in `_told`
 _READ_ONLY = (
     "it is an engine, which stores no blocks of others; name it in --kv-peers, not in --kv-offload"
 )
@@ -61,7 +61,7 @@ _CHANNEL_OPTIONS = (
 
 
 def open_channel(address: ServerAddress, credentials: Credentials) -> Any:
-    """Make a channel, which connects at its first call. Raises TierConfigError for credentials."""
+    """Make a channel, which connects at its first call. Raises TierConfigError for bad files."""
     options: list[tuple[str, int | str]] = list(_CHANNEL_OPTIONS)
     if not address.tls:
         return make_channel(address.target, None, options)
@@ -95,7 +95,7 @@ class ServerLink:
         self._layout = layout
         self._settings = settings
         self._changed = threading.Condition()
-        self.was_up = False  # attached at least once
+        self.was_up = False  # whether the server was ever attached
         self._is_up = False
         self._closed = False
         self._told: set[str] = set()  # refusals logged since the last attachment
@@ -125,14 +125,14 @@ class ServerLink:
             self.errors[reason] = self.errors.get(reason, 0) + 1
 
     def mark_lost(self, boot_id: bytes | None = None) -> None:
-        """Mark the link as down, to attach again. With `boot_id`, only if that id is new."""
+        """Mark the link as down, to attach again. With `boot_id`, only if this id is new."""
         with self._changed:
             if boot_id is None or boot_id != self._boot_id:
                 self._is_up = False
                 self._changed.notify_all()
 
     def prefetch_lookup(self, keys: Sequence[bytes]) -> list[Future[None]]:
-        """Look blocks up in few calls. A future ends when `presence` knows, or by a RemoteError."""
+        """Look blocks up in few calls. Futures end with answers in `presence` or an error."""
         asked = self.presence.to_ask(keys) if self._is_up else []
         futures = []
         for start in range(0, len(asked), MAX_KEYS):
@@ -155,7 +155,7 @@ class ServerLink:
                 prefix = int(call.result().prefix)
             except grpc.RpcError as error:
                 if verdict_of(error).reason == "busy":
-                    # The server has no lease left. It keeps these blocks as long as other new
+                    # The server has no lease left, and keeps the blocks as long as other new
                     # blocks.
                     self.count_error("busy")
                     result.set_result(len(keys))
@@ -179,7 +179,7 @@ class ServerLink:
         return result
 
     def stream_events(self) -> Iterator[Any]:
-        """The tenant's WatchEvents until the link is closed. Raises RemoteError, grpc.RpcError."""
+        """Yield the tenant's WatchEvents until `close`. Raises RemoteError, grpc.RpcError."""
         stub = self._stub
         if stub is None or not self._is_up:
             raise RemoteError(f"{self.address} cannot be reached")
@@ -191,12 +191,13 @@ class ServerLink:
 
     def connect(self, deadline: float) -> BlockConnection:
         """Open a connection for blocks: shared memory on the same host, else a socket, else gRPC.
-        Sets `is_fallback` if gRPC is used because another one failed. Raises RemoteError."""
+        Sets `is_fallback` if gRPC is used because another transport failed. Raises RemoteError."""
         if not self._is_up:
             raise RemoteError(f"{self.address} cannot be reached")
         why = ""
         for opener in (self._open_memory, self._open_data):
-            # Each try gets a share of the time: a firewall that drops packets leaves time for gRPC.
+            # Each attempt has a share of the time: a firewall that drops packets leaves time for
+            # gRPC.
             now = time.monotonic()
             try:
                 connection = opener(now + _OPENING_SHARE * (deadline - now))
@@ -359,14 +360,14 @@ class ServerLink:
             before, longest = longest, _REFUSED_PAUSE if retry in _REFUSALS else _LONGEST_PAUSE
             pause = _FIRST_PAUSE if longest != before else min(2 * pause, longest)
             with self._changed:
-                # Jitter: engines that lost the same server return at different times.
+                # With jitter, engines that lost the same server return at different times.
                 self._changed.wait_for(
                     lambda: self._closed,
                     pause * random.uniform(0.5, 1.0),  # noqa: S311 - no secret
                 )
 
     def _attach(self) -> Retry | None:
-        """Try to attach once. Returns None on success, else when to try again."""
+        """Try to attach once. Return None on success, else when to try again."""
         try:
             if self._channel is None:
                 self._metadata = self._settings.credentials.metadata(self.address)
@@ -379,20 +380,20 @@ class ServerLink:
         except grpc.RpcError as error:
             verdict = verdict_of(error)
             self.count_error(verdict.reason)
-            if verdict.reason != "not_ready":  # `not_ready` ends once the server has its memory
+            if verdict.reason != "not_ready":  # a server is `not_ready` while it allocates memory
                 said = str(error.details())
                 if verdict.reason == "unauthenticated":
                     said += self._settings.credentials.missing(self.address)
                 self._warn_not_used(verdict.retry, said)
-                # Close the channel, so that the next try reads the files again: a handshake that
-                # fails because of old files looks like an absent server. A connection whose peer
-                # vanished would stay silent until its keepalive fails.
+                # A new channel reads the credential files again: a handshake that fails because of
+                # old files looks like an absent server. An old connection whose peer vanished would
+                # stay silent until its keepalive fails.
                 self._close_channel()
             return verdict.retry
         except TierConfigError as error:
             self._warn_not_used(Retry.RARELY, str(error))
             return Retry.RARELY
-        except Exception as error:  # this thread is the only one that ever attaches
+        except Exception as error:  # the thread must go on: no other one attaches
             if self._is_news(str(error)):
                 log.exception("%s cannot be attached", self.address)
             self.count_error("internal")
@@ -415,7 +416,7 @@ class ServerLink:
         return None
 
     def _tell_of_memory(self, why: str, kind: str) -> None:
-        """Count each connection that failed to use shared memory, and log the first one."""
+        """Count each connection that failed to use shared memory, and log the first failure."""
         if why:
             self.count_error("no_memory")
         if why and not self._has_told_of_memory:
@@ -428,10 +429,10 @@ class ServerLink:
             channel.close()
 
     def _is_news(self, what: str) -> bool:
-        """Whether `what` was not logged since the last attachment. Also remembers `what`."""
+        """Whether `what` was not logged since the last attachment. Records `what` as logged."""
         if what in self._told:
             return False
-        if len(self._told) >= _MOST_TOLD:  # a text that differs each time
+        if len(self._told) >= _MOST_TOLD:  # texts that differ each time
             self._told.clear()
         self._told.add(what)
         return True

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """ServerWatch: a stream on which a server reports stored and removed blocks. The reports update the
-link's `presence`; without a watch, only look-ups, loads and stores do."""
+link's `presence`, which otherwise only look-ups, loads and stores update."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .server_link import ServerLink
 
 log = logging.getLogger(__name__)
 
-_PAUSE_SECONDS = 1.0  # between the end of a watch and the next one
+_PAUSE_SECONDS = 1.0  # between the end of a watch and the next watch
 
 
 class ServerWatch:
-    """Watches one server until `close`. Its thread calls `news` with keys of stored blocks."""
+    """A watch of one server until `close`. A thread calls `news` with keys of stored blocks."""
 
     def __init__(self, link: ServerLink, news: Callable[[Sequence[bytes]], None]) -> None:
         self._link = link
@@ -32,7 +32,7 @@ class ServerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch. Close the link first, because that ends the watch's call."""
+        """End the watch. The link must be closed first, which ends the watch's call."""
         self._closed.set()
         self._thread.join(_PAUSE_SECONDS + 1)
 
@@ -43,7 +43,7 @@ class ServerWatch:
                     self._read_events()
             except (grpc.RpcError, TierError, WireError) as error:
                 log.debug("%s is not watched for now: %s", self._link.address, error)
-            except Exception:  # this thread is the only one that ever watches
+            except Exception:  # the thread must go on: no other one watches
                 log.exception("%s is not watched for now", self._link.address)
             self._closed.wait(_PAUSE_SECONDS)
 

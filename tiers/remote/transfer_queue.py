@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TransferQueue: one thread makes the transfers of a server in order, each with a deadline. A
+"""TransferQueue: a thread that makes the transfers of a server in order, each with a deadline. A
 transfer that has not begun by its deadline fails without an attempt."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Job(NamedTuple):
 
 
 class TransferQueue:
-    """A queue of up to `most_bytes` of transfers. Its thread calls `ended` last."""
+    """A queue of transfers, `most_bytes` at most. The queue's thread calls `ended` at its end."""
 
     def __init__(
         self, name: str, most_bytes: int, ended: Callable[[], None] = lambda: None
@@ -47,7 +47,7 @@ class TransferQueue:
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[float], _T], deadline: float, size: int) -> Future[_T]:
-        """Queue the call `work(deadline)`. The future gets its result or its TierError. Raises
+        """Queue the call `work(deadline)`. The future gets the call's result or TierError. Raises
         TierBusy if too many bytes are queued (never for `size` 0), TierClosed after `close`."""
         future: Future[_T] = Future()
         future.set_running_or_notify_cancel()
@@ -65,7 +65,7 @@ class TransferQueue:
         return future
 
     def close(self, deadline: float) -> bool:
-        """Accept no more work and wait until the queue is empty. False if the deadline passes."""
+        """Stop accepting work; wait until the queue is empty. Return False at the deadline."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -75,7 +75,7 @@ class TransferQueue:
         return thread is None or not thread.is_alive()
 
     def _run(self) -> None:
-        # A job holds the caller's buffers, so no variable keeps the job after its end.
+        # A job refers to the caller's buffers, so no variable may keep the job after its end.
         while (job := self._next_job()) is not None:
             self._do_job(job)
             del job
@@ -94,7 +94,7 @@ class TransferQueue:
             result = job.work(job.deadline)
         except TierError as error:
             self._end_job(job)
-            # Set the error without its frames, which would keep views of the caller's buffers.
+            # The error is set without its frames, which would keep views of the caller's buffers.
             job.future.set_exception(error.with_traceback(None))
         except Exception as error:  # noqa: BLE001 - the caller gets every error
             self._end_job(job)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers: the loads or the stores of one server, with their queue, thread and connection.
+"""Transfers: the loads or the stores of one server, with a queue, a thread and a connection.
 
-The first transfer opens a connection, and later transfers use it. A connection that fails is
-closed. If that connection was open before the transfer, the transfer is tried again on a new
-connection. The server may have restarted, or the old connection may have been idle too long. A
-fallback connection is closed at intervals, so that the next transfer tries to open a better one."""
+The first transfer opens a connection, which later transfers use. A connection that fails is closed.
+A transfer that fails on an earlier connection is tried again on a new connection, since the server
+may have restarted, or the old connection may have been idle too long. A fallback connection is
+closed at intervals, so that the next transfer tries to open a better connection."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .transports.block_connection import BlockConnection
 _T = TypeVar("_T")
 
 
-# Seconds until the first fallback connection is closed, doubled for each next one, and the most.
+# Seconds until a fallback connection is closed: the first (doubled for each next), and at most.
 _FALLBACK_SECONDS, _LONGEST_FALLBACK_SECONDS = 5.0, 600.0
 
 
@@ -45,12 +45,12 @@ class Transfer:
             yield Transfer(self.keys[part], self.buffers[part], self.proofs[part])
 
 
-# Moves one batch through a connection until a deadline; returns an answer for each block.
+# Moves a batch through a connection until a deadline, and returns an answer for each block.
 Move = Callable[[BlockConnection, Transfer, float], "list[_T]"]
 
 
 class Transfers(Generic[_T]):
-    """The transfers in one direction. A block has `size` bytes; a transfer may take `seconds`."""
+    """The transfers in one direction. A block has `size` bytes; `seconds` limits a transfer."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class Transfers(Generic[_T]):
         self._move = move
         self._size = size
         self._seconds = seconds
-        # Only the queue's thread closes the connection. If another thread closed it during a call,
-        # the call could use a descriptor that belongs to another file.
+        # Only the queue's thread closes the connection. A call during which another thread closed
+        # it could use a descriptor that belongs to another file.
         self._queue = TransferQueue(f"stratakv-remote-{name}", most_bytes, self._drop_connection)
-        self._is_ending = False  # no connection is opened and no transfer tried any more
+        self._is_ending = False  # True: no connection is opened, no transfer tried again
         self._connection: BlockConnection | None = None
         self._fallback_seconds = _FALLBACK_SECONDS
         self._give_up_at = float("inf")
-        self.seconds = 0.0  # the time of all transfers
+        self.seconds = 0.0  # the total time of transfers
         self.corrupt_blocks = 0
 
     def submit(self, transfer: Transfer) -> Future[list[_T]]:
@@ -85,17 +85,17 @@ class Transfers(Generic[_T]):
         )
 
     def submit_call(self, call: Callable[[], None]) -> Future[None]:
-        """Queue `call`. It runs after the work that was submitted before."""
+        """Queue `call`, which runs after the work that was submitted before."""
         return self._queue.submit(lambda _: call(), time.monotonic() + self._seconds, 0)
 
     @property
     def kind(self) -> str | None:
-        """The transport of the open connection, or None if none is open."""
+        """The transport of the open connection, or None without an open connection."""
         connection = self._connection
         return None if connection is None else connection.kind
 
     def close(self, deadline: float) -> None:
-        """Wait for the queued transfers until the deadline, then abort the rest. Idempotent."""
+        """Wait for the queued transfers until the deadline, then abort all others. Idempotent."""
         if not self._queue.close(deadline):
             self._is_ending = True
             connection = self._connection
@@ -126,7 +126,7 @@ class Transfers(Generic[_T]):
             may_try_again = False
         self._link.count_error("deadline" if late else "unavailable")
         self._link.mark_lost()
-        # Raise without the cause, whose frames would keep views of the caller's buffers.
+        # Raised without the cause, whose frames would keep views of the caller's buffers.
         raise (RemoteLate if late else RemoteError)(f"{self._link.address}: {why}")
 
     def _try_once(self, batch: Transfer, deadline: float) -> list[_T]:
@@ -136,7 +136,7 @@ class Transfers(Generic[_T]):
         if connection is None and not self._is_ending:
             connection = self._connection = self._link.connect(deadline)
             self._set_fallback_time(connection)
-        if connection is None or self._is_ending:  # `close` may have come before the connection
+        if connection is None or self._is_ending:  # `close` may have been called meanwhile
             self._drop_connection()
             raise ConnectionLost("the tier was closed")
         before = connection.corrupt_blocks

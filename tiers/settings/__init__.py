@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and checks settings for all parts of the system. Imports no other part of `tiers`.
+"""Settings of all parts of the system: readers and checks. Imports no other part of `tiers`.
 
 option      one option, and fields of value objects that are options
 readers     from text, or from Python, YAML and TOML, to values

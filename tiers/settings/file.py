@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads settings from a flat YAML or TOML file. The file name's extension tells the format.
+"""Reads settings from a flat YAML or TOML file; the extension of the file name decides the format.
 
 Each key is an option's name, with `-` or `_`, and may occur only once. Values must not be nested
 and must not have types that need YAML tags. Raises ConfigError that names the file and the key."""
@@ -21,13 +21,13 @@ from .values import ConfigError
 MAX_BYTES = 256 * 1024
 MAX_KEY_CHARACTERS = 64
 
-# Quotes of the file in PyYAML's messages, but not PyYAML's token names or single characters.
+# Quotations from the file in PyYAML's messages, but not token names or single characters.
 _QUOTED = re.compile(r" (['\"])(?!<)[^'\"]{4,}\1")
 _NULL = "tag:yaml.org,2002:null"
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Options by name (with `_`), in the order of the file. No reader has checked the values."""
+    """Return unchecked option values by name (with `_`), in the order of the file."""
     parse = _PARSERS.get(path.suffix.lower())
     if parse is None:
         raise ConfigError(
@@ -38,8 +38,8 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def called(path: Path, key: str) -> str:
-    """The name of a key for messages: in one line, and cut at a colon. If no space follows the
-    colon, YAML treats the value, which may be a secret, as part of the key."""
+    """Return the name of a key for messages: in one line, and cut at a colon. If no space follows
+    the colon, YAML treats the value, which may be a secret, as part of the key."""
     return f"{format_name(key.partition(':')[0][:MAX_KEY_CHARACTERS])} of {path}"
 
 
@@ -112,7 +112,7 @@ def _parse_toml(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _parse_yaml(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Yield keys and values from YAML nodes: a dict would hide duplicate keys and nesting."""
+    """Yield keys and values from YAML nodes, since a dict would hide duplicate keys and nesting."""
     import yaml
 
     try:
@@ -120,7 +120,7 @@ def _parse_yaml(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
-        # PyYAML's own text quotes the file, which may hold secrets.
+        # PyYAML's own text quotes the file, which may have secrets.
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         problem = _QUOTED.sub("", error.problem or "it cannot be read")
         raise ConfigError(f"{path} is no YAML: {line}{problem}") from error

@@ -13,22 +13,22 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def format_value(value: object) -> str:
-    """The `repr` of the value, cut to `MAX_VALUE_CHARACTERS`."""
+    """Return the `repr` of a value, cut to `MAX_VALUE_CHARACTERS`."""
     try:
         text = repr(value)
-    except ValueError:  # Python formats no whole number of more than some thousand digits
+    except ValueError:  # Python does not format integers of some thousand digits
         return f"a value of type {type(value).__name__} too long to show"
     return _cut(text, MAX_VALUE_CHARACTERS, "...")
 
 
 def format_name(name: str) -> str:
-    """The name unchanged if it is short and plain, else as `format_value` shows it."""
+    """Return a short and plain name unchanged, any other as `format_value` shows it."""
     is_plain = name.isprintable() and name == name.strip() != ""
     return name if is_plain and len(name) <= MAX_VALUE_CHARACTERS else format_value(name)
 
 
 def one_line(text: str) -> str:
-    """A message or a path in one line. A long text is cut in the middle, not at its end."""
+    """Return a message or a path in one line. A long text is cut in the middle."""
     escaped = _CONTROL.sub(lambda found: repr(found.group())[1:-1], text)
     half = MAX_LINE_CHARACTERS // 2
     return _cut(escaped, MAX_LINE_CHARACTERS, f" ... {escaped[-half:]}")

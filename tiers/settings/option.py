@@ -5,8 +5,8 @@
         capacity_bytes: int = setting(20 * GIB, readers.size, "size of the ssd tier", "SIZE")
 
 `options_of` turns the fields of such a class into a table. The flags, environment variables, file
-keys, help and defaults of all serving commands and of the adapters come from that table. So a new
-option takes one field and the code that uses it."""
+keys, help and defaults of all serving commands and of the adapters are made from this table. So a
+new option takes one field and the code that uses it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .values import ConfigError, size_within, within
 
 Kind = TypeVar("Kind")
 
-# Shown in place of a secret; it hides the length too.
+# The text shown in place of a secret, which hides the secret's length too.
 MASK = "***"
 
 
@@ -33,24 +33,24 @@ MASK = "***"
 class Option:
     """An option: the field that it sets, its reader, its bounds and its help."""
 
-    section: str  # the value object of the field, within the object of all settings: "cache"
+    section: str  # the object with the field, within all settings: "cache"
     field: str
     read: Reader
     help: str
-    metavar: str = ""  # empty: a switch with --no-
+    metavar: str = ""  # empty: a switch, with a --no- form
     unset: str = "none"  # the default in words, if its value has no text form
     is_secret: bool = False
-    least_bytes: int | None = None  # of a size
-    bounds: tuple[int, int] | None = None  # of a whole number, both within
+    least_bytes: int | None = None  # the lower bound of a size
+    bounds: tuple[int, int] | None = None  # of a whole number, both included
     default: Any = None
 
     @property
     def path(self) -> str:
-        """The dotted path of the field, from the object with all settings."""
+        """The dotted path of the field, from the object of all settings."""
         return f"{self.section}.{self.field}" if self.section else self.field
 
     def check_value(self, called: str, value: Any) -> None:
-        """Raise ConfigError for an invalid value, which a reader or Python code has made."""
+        """Raise ConfigError for an invalid value, made by a reader or by Python code."""
         if value is None or value == self.default:
             return
         read = self.read(called, value)
@@ -62,7 +62,7 @@ class Option:
             size_within(called, value, self.least_bytes)
 
     def file_value(self, value: Any) -> Any:
-        """The value as in a file, None if it is empty, `MASK` for a secret."""
+        """Return the value as in a file, None for an empty value, `MASK` for a secret."""
         if self.read is readers.tiers:
             return ",".join(value) or "none"
         if value is None or value in ("", b"", {}, ()):
@@ -79,7 +79,7 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """The default as help and docs show it: in words, or in the form of a flag's value."""
+        """Return the default as shown in help and docs: in words, or like a flag's value."""
         value = self.file_value(self.default)
         if value is None:
             return self.unset
@@ -108,9 +108,9 @@ def setting(
 
 
 def options_of(kind: type, section: str, prefix: str = "") -> dict[str, Option]:
-    """The options among the fields of a class, by name, in the order of declaration. A field that a
-    subclass declares again comes with the fields of the subclass. In a help text, `{them}` is
-    replaced by the class's `THEM`, for fields that several classes share."""
+    """Return the options among the fields of a class, by name, in the order of declaration. A field
+    that a subclass declares again is ordered with the fields of the subclass. In a help text,
+    `{them}` is replaced by the class's `THEM`, for fields that several classes share."""
     table, them = {}, getattr(kind, "THEM", "")
     declared: dict[str, None] = {}
     for base in reversed(kind.__mro__):
@@ -142,7 +142,7 @@ def build_settings(
 ) -> Kind:
     """Build an object of the settings class `kind` from values by section and field. The section
     "offload.ssd" has the fields of the object `ssd` in the object `offload`. `given` are further
-    fields. Raises ConfigError for values that do not work together."""
+    fields. Raises ConfigError for values that contradict each other."""
     made = {**values.get(section, {}), **given}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         part: Any = field.default_factory
@@ -152,7 +152,7 @@ def build_settings(
 
 
 def read_fields(table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert `given`, by field; ignore other names. Raises ConfigError that names the flag."""
+    """Convert the values `given` by field; ignore other names. Raises ConfigError with the flag."""
     return {
         option.field: option.read(flag_of(name), given[name])
         for name, option in table.items()
@@ -161,7 +161,7 @@ def read_fields(table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[s
 
 
 def check_options(table: Mapping[str, Option], settings: object) -> None:
-    """Check these options in `settings`. Raises ConfigError that names the flag."""
+    """Check the options of `table` in `settings`. Raises ConfigError with the flag."""
     for name, option in table.items():
         option.check_value(flag_of(name), attrgetter(option.path)(settings))
 

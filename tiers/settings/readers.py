@@ -2,8 +2,8 @@
 """Readers convert option values from text, Python, YAML or TOML to the types of the settings.
 
 A reader takes the option's name as the user gave it (`--port`, `STRATAKV_PORT`, `port of x.yaml`)
-and the value. It converts the value or raises ConfigError. A converted value can be read again,
-unchanged."""
+and the value. A reader converts the value or raises ConfigError. A converted value can be read
+again, and is unchanged."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _UNITS: Mapping[str, int] = {
     "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4,
     "kib": 1024, "mib": 1024**2, "gib": 1024**3, "tib": 1024**4,
 }  # fmt: skip
-# A shorter secret of an HMAC could be found by trying.
+# The shortest secret of an HMAC; a shorter one could be found by trying.
 MIN_SECRET_BYTES = 16
-# The longest path of Linux; no name or key comes near it.
+# The length of Linux's longest path, far more than names and keys have.
 MAX_TEXT_CHARACTERS = 4096
-# Line breaks, terminal sequences, and bytes of a command line that are no UTF-8: in a name or a
-# path they would corrupt the log, the identity of blocks or an answer.
+# Line breaks, terminal sequences, and bytes of a command line that are no UTF-8, which in a name or
+# a path would corrupt the log, the identity of blocks or an answer.
 _UNUSABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")
 
@@ -69,7 +69,7 @@ def integer_within(low: int, high: int) -> Callable[[str, Any], int]:
 
 
 def number(called: str, value: Any) -> float:
-    """Read a number. Infinity and NaN are accepted; checks in the settings classes refuse them."""
+    """Read a number. Infinity and NaN are accepted here; the settings classes refuse them."""
     try:
         if isinstance(value, bool):
             raise ValueError
@@ -104,14 +104,14 @@ def size(called: str, value: Any) -> int:
             f"not {format_value(str(value))}"
         )
     size_bytes = float(amount) * _UNITS[unit.lower()]
-    if size_bytes > MAX_SIZE_BYTES:  # infinity too
+    if size_bytes > MAX_SIZE_BYTES:  # also True for infinity
         most = show_size(MAX_SIZE_BYTES)
         raise ConfigError(f"{called} must be at most {most}, not {str(value)[:40]}")
     return int(size_bytes)
 
 
 def switch(called: str, value: Any) -> bool:
-    """Read True or False, also as a word: true, yes, on, 1 and their opposites."""
+    """Read True or False, also as a word: true, yes, on, 1, false, no, off, 0."""
     if isinstance(value, bool):
         return value
     given = word(value)
@@ -123,7 +123,7 @@ def switch(called: str, value: Any) -> bool:
 
 
 def word(value: Any) -> str:
-    """The value as one word in lower case, for comparisons. Accepts a value of any type."""
+    """Return a value of any type as one word in lower case, for comparisons."""
     return (value if isinstance(value, str) else format_value(value)).strip().lower()
 
 
@@ -149,7 +149,7 @@ def path(called: str, value: Any) -> Path:
     place = text(called, str(value) if isinstance(value, Path) else value)
     try:
         return Path(place).expanduser()
-    except RuntimeError as error:  # `~name` where the machine has no such user
+    except RuntimeError as error:  # `~name`, and the machine has no user of this name
         raise ConfigError(f"{called} takes a path, not {format_value(place)} ({error})") from error
 
 
@@ -172,7 +172,7 @@ def model(called: str, value: Any) -> str:
 
 
 def one_of(*known: str, synonyms: Mapping[str, str] | None = None) -> Callable[[str, Any], str]:
-    """Return a reader of one of the `known` words. `synonyms` maps other names to them."""
+    """Return a reader of one of the `known` words. `synonyms` maps other names to known words."""
 
     def read(called: str, value: Any) -> str:
         if synonyms and isinstance(value, str):
@@ -188,7 +188,7 @@ def one_of(*known: str, synonyms: Mapping[str, str] | None = None) -> Callable[[
 
 
 def one_of_these_or(known: Collection[str], all_known: Callable[[], list[str]]) -> Reader:
-    """Return a reader of a word out of `known`, or else out of the result of `all_known`."""
+    """Return a reader of a word that is in `known` or else in the result of `all_known`."""
 
     def read(called: str, value: Any) -> str:
         if isinstance(value, str) and value in known:
@@ -213,7 +213,7 @@ def tiers(called: str, value: Any) -> tuple[str, ...]:
 
 
 def tier_options(called: str, value: Any) -> dict[str, dict[str, str]]:
-    """Read `tier.option=value,…` into a dict tier → option → value. Accepts such a dict too."""
+    """Read `tier.option=value,…` into a dict tier → option → value. A dict is accepted too."""
     if isinstance(value, Mapping):
         if not all(isinstance(options, Mapping) for options in value.values()):
             raise ConfigError(f"{called} takes options by tier, not {format_value(value)}")
@@ -291,5 +291,5 @@ def _check_length(called: str, value: str | bytes) -> None:
 
 
 def _quote(value: Any) -> str:
-    """Message text for a value that YAML or TOML has parsed as a number, a date or a boolean."""
+    """Return the message for a value that YAML or TOML parsed as a number, a date or a boolean."""
     return "" if value is None or isinstance(value, str | list | dict) else "; put it in quotes"

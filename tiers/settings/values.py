@@ -14,7 +14,7 @@ GIB = 1024**3
 
 _DEVICE = re.compile(r"cpu|cuda(?::\d{1,3})?")
 
-# Far above the needs of any machine, and small enough for every table of that size.
+# Far above the needs of any machine, and small enough for a table with this many entries.
 MAX_BLOCKS = 2**24
 MAX_SEQS = 2**16
 MAX_TOKENS = 2**24
@@ -23,11 +23,11 @@ MAX_THREADS = 1024
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work. The message is one sentence with cause and cure."""
+    """A setting that cannot work. The message is one sentence with cause and remedy."""
 
 
 def check_device(called: str, value: str) -> str:
-    """Return a value like `cpu`, `cuda:1`. Raises ConfigError, also for several GPUs."""
+    """Return a device like `cpu`, `cuda:1`. Raises ConfigError for other values."""
     if _DEVICE.fullmatch(value):
         return value
     if value.startswith("cuda") and ("," in value or "+" in value):

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU slab: a region of host memory divided into slots, each for one block.
+"""CpuSlab: a region of host memory divided into slots, each for one block.
 
-The memory is allocated at the start, as shared memory: another process on the host can map the
-slots from `fd`. The caller fills and reads the slots (`reserve`/`commit`, `pin`/`unpin`).
+The memory is allocated at the start, as shared memory, so that another process on the host can map
+the slots from `fd`. The caller fills and reads the slots (`reserve`/`commit`, `pin`/`unpin`).
 
     unknown → reserve → reserved → commit → committed ⇄ pinned
        ↑                   └─ not kept ─┐       │
        └────────────────────────────────┴───────┘ evicted or dropped, never while pinned
 
-With an index (`slab_index.py`), another process can serve the slab's blocks to other engines. That
-process protects slots from eviction while it reads them."""
+With an index (`slab_index.py`), another process can serve the slab's blocks to other engines. The
+serving process protects slots from eviction while it reads them."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from .slab_index import SlabIndex
 log = logging.getLogger(__name__)
 
 
-_FORGOTTEN = -1  # the epoch of a block that was forgotten by key
-# Largest share of the slots for blocks that `keep` protects for other engines.
+_FORGOTTEN = -1  # the epoch of a block that `forget` removed
+# The largest share of slots with blocks that `keep` protects for other engines.
 KEPT_SHARE = 0.5
-# Largest share of the slots for blocks that `hold` protects for a conversation's next request.
+# The largest share of slots with blocks that `hold` protects for a conversation's next request.
 HELD_SHARE = 0.4
 
 
 class _Slot:
-    """The slot of a known key, and its state."""
+    """The slot of a known key, and the state of the slot's block."""
 
     __slots__ = ("committed", "epoch", "index", "is_unwanted", "pins", "proof")
 
@@ -49,14 +49,14 @@ class _Slot:
         self.index = index
         self.pins = 0
         self.committed = False
-        self.is_unwanted = False  # forgotten before it was committed
+        self.is_unwanted = False  # removed before the commit
         self.proof: Proof | None = None
         self.epoch = 0  # the slab's epoch at the commit
 
 
 class CpuSlab(SlabTier):
     """Slots of `layout.slot_bytes` in shared memory. Calls are thread-safe, and O(1) for each key.
-    Raises TierConfigError if the capacity is less than a block or the host lacks the memory."""
+    Raises TierConfigError for a capacity below one block, or if the host lacks the memory."""
 
     def __init__(
         self,
@@ -94,15 +94,15 @@ class CpuSlab(SlabTier):
         self._policy = LruPolicy() if policy is None else policy  # holds the committed keys
         self.learns = self._policy.learns
         self._stats = TierStats(capacity_bytes=capacity_bytes, capacity_blocks=self.num_slots)
-        self._epoch = 0  # blocks of earlier epochs are forgotten
+        self._epoch = 0  # blocks of earlier epochs are removed
         self._holds = Holds(int(HELD_SHARE * self.num_slots))
-        self._num_forgotten = 0  # upper bound of forgotten blocks whose slots are not free
+        self._num_forgotten = 0  # most removed blocks whose slots are not free
         self._closed = False
         self.is_served = is_served
         self.index = SlabIndex(self.num_slots) if is_served else None
 
     def lookup(self, keys: Sequence[bytes]) -> list[Answer]:
-        hit, miss = Answer.HIT, Answer.MISS  # local names: attribute look-ups are slow
+        hit, miss = Answer.HIT, Answer.MISS  # locals, since attribute look-ups are slow
         with self._lock:
             known, epoch = self._slots.get, self._epoch
             return [
@@ -122,7 +122,7 @@ class CpuSlab(SlabTier):
         spared: Callable[[bytes], bool] | None = None,
         evicted: list[bytes] | None = None,
     ) -> list[int | None]:
-        """See SlabTier. The call evicts no block of `keys`."""
+        """See SlabTier. No block of `keys` is evicted."""
         with self._lock:
             if self._num_forgotten:
                 known = [key for key in dict.fromkeys(keys) if key in self._slots]
@@ -187,8 +187,8 @@ class CpuSlab(SlabTier):
             return [None if slot is None else slot.proof for slot in slots]
 
     def pin(self, keys: Sequence[bytes], *, touch: bool = True) -> list[int | None]:
-        """See SlabTier. Keys are given head first and marked as used tail first. So the tail of a
-        chain is evicted first, because it is useless without its head."""
+        """See SlabTier. Keys are given head first and marked as used tail first, so that the tail
+        of a chain, which is useless without its head, is evicted first."""
         with self._lock:
             indices: list[int | None] = []
             hits = []
@@ -240,7 +240,7 @@ class CpuSlab(SlabTier):
         with self._lock:
             hold = self._holds.create_hold(keys, now + seconds, now)
             known = [key for key in hold.keys if self._lookup_slot(key) is Answer.HIT]
-            self._policy.touch(reversed(known))  # the search for victims meets others first
+            self._policy.touch(reversed(known))  # other blocks are then searched first for victims
             return hold
 
     def release(self, hold: Hold) -> None:
@@ -274,7 +274,7 @@ class CpuSlab(SlabTier):
             return self._policy.victims(count, self._is_idle_and_known)
 
     def may_go_next(self, keys: KeysView[bytes], count: int) -> bool:
-        """See SlabTier. Checks one victim more for each pinned block: pinned blocks stay."""
+        """See SlabTier. Checks one more victim for each pinned block, since pinned blocks stay."""
         with self._lock:
             return self._policy.may_be_next(keys, count + self._stats.pinned_blocks)
 
@@ -308,7 +308,7 @@ class CpuSlab(SlabTier):
 
     def sweep(self, most: int) -> int:
         """See SlabTier. The slot of a pinned block is freed with its last pin. The slot of a block
-        that is kept for other engines is freed when a new block needs a slot."""
+        that `keep` protects is freed when a new block needs a slot."""
         with self._lock:
             if not self._num_forgotten:
                 return 0
@@ -339,7 +339,7 @@ class CpuSlab(SlabTier):
             self._memory.release()
             self._map.close()
         except BufferError:
-            # Unmapping under a reader would crash; the memory is freed with the last view.
+            # Unmapping during a read would crash; the memory is freed with its last view.
             log.warning("the CPU tier was closed while views of its slots were still in use")
 
     def _lookup_slot(self, key: bytes) -> Answer:
@@ -370,7 +370,7 @@ class CpuSlab(SlabTier):
         return self._is_idle(key) and self._is_known(key)
 
     def _is_forgotten(self, key: bytes) -> bool:
-        """Whether a forgotten block's slot is idle, so that it may be freed."""
+        """Whether a key's block was removed and its slot is idle, so that the slot may be freed."""
         return self._is_idle(key) and not self._is_known(key)
 
     def _make_room(
@@ -380,7 +380,7 @@ class CpuSlab(SlabTier):
         optional: bool,
         spared: Callable[[bytes], bool] | None,
     ) -> list[bytes]:
-        """Evict until `coming` have slots. Return the evicted blocks, except forgotten ones."""
+        """Evict until all of `coming` get slots. Return the evicted keys, without removed ones."""
         count = len(coming) - len(self._free)
         if count <= 0:
             return []

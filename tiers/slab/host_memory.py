@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells how much memory is available to this process, on its host and in its container."""
+"""The memory that is available to this process, on its host and in its container."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from pathlib import Path
 MEMINFO = Path("/proc/meminfo")
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
-# Limit, use and details in a control group of version 2, and in one of version 1.
+# The files with limit, use and details of a control group, of version 2 and of version 1.
 _FILES_V2 = ("memory.max", "memory.current", "memory.stat")
 _FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
-# Cached pages of files, which the kernel frees when memory is needed.
+# Counters of cached pages of files, which the kernel frees when memory is needed.
 _RECLAIMABLE = frozenset({"inactive_file", "active_file"})
 
 
 def available_memory_bytes(
     meminfo: Path = MEMINFO, cgroups: Path = CGROUPS, own: Path = OWN_CGROUP
 ) -> int | None:
-    """Bytes that can be used without swapping and without being killed; None if unknown."""
+    """Return the bytes that this process can use without a swap or a kill; None if unknown."""
     places = _groups_above(cgroups, own)
     answers = [_host_bytes(meminfo), *(_left_bytes(place, *files) for place, files in places)]
     return min((answer for answer in answers if answer is not None), default=None)
 
 
 def _groups_above(cgroups: Path, own: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The control groups of this process, up to the root, because each may have a limit. A
-    container sees its own group as the root."""
+    """Return the control groups of this process, up to the root, because each may have a limit. In
+    a container, the container's group is the root."""
     paths = {"": "/", "memory": "/"}
     try:
         rows = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
@@ -54,12 +54,12 @@ def _host_bytes(meminfo: Path) -> int | None:
 
 
 def _left_bytes(group: Path, limit: str, used: str, details: str) -> int | None:
-    """Bytes left below the limit of a control group; None if there is no group or no limit."""
+    """Return the bytes left below the limit of a control group; None without a group or a limit."""
     try:
         most, now = [int((group / name).read_text(encoding="ascii")) for name in (limit, used)]
         rows = (group / details).read_text(encoding="ascii").split("\n")
         pairs = [row.split() for row in rows if row]
         cached = sum(int(number) for name, number in pairs if name in _RECLAIMABLE)
-    except (OSError, ValueError):  # not there, or the word "max"
+    except (OSError, ValueError):  # a missing file, or the word "max"
         return None
     return max(0, most - (now - cached))

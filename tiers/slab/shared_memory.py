@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared memory: a mapped memfd whose pages are all allocated at the start.
 
-The first access to a page takes many times as long as a later copy. So every page is touched at the
+The first access to a page takes many times as long as a later copy, so every page is touched at the
 start, in parallel, and not during the first requests. Huge pages, if requested, come from the pool
 that the host's operator has reserved (`vm.nr_hugepages`). Otherwise, or if the pool is too small,
-normal pages are allocated and the kernel is asked to merge them into huge pages. This needs no
-setting on the host, but the kernel may refuse. A virtual machine's disk took three times as long
-for blocks on scattered pages.
+normal pages are allocated, which the kernel is requested to merge into huge pages. The merge needs
+no setting on the host, but the kernel may refuse it. A virtual machine's disk took three times as
+long for blocks on scattered pages.
 
 The size is sealed before another process gets `fd`, because SIGBUS kills a process that has mapped
 a memfd if another process shrinks the memfd."""
@@ -28,20 +28,20 @@ from .host_memory import available_memory_bytes
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+Progress = Callable[[int, int], None]  # called with the bytes done and the bytes in all
 
 HUGE_PAGE_BYTES = 2 * 1024**2
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
-_MADV_COLLAPSE = 25  # Linux 6.1; works with every setting of the host but "deny"
-_PIECE_BYTES = 64 * 1024**2  # small enough to show progress, large enough to be worth a thread hop
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; not in Python's mmap
+_MADV_COLLAPSE = 25  # since Linux 6.1; works unless the host's setting is "deny"
+_PIECE_BYTES = 64 * 1024**2  # small enough to show progress, large enough for a thread
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MFD_HUGE_2MB = 21 << os.MFD_HUGE_SHIFT
 
 
 class SharedMemory:
-    """`size` bytes in `map`, backed by the memfd `fd`. `is_huge` tells if they are on huge pages.
-    Raises TierConfigError if less memory is available."""
+    """`size` bytes in `map`, backed by the memfd `fd`. `is_huge`: whether these bytes are on huge
+    pages. Raises TierConfigError if less memory is available."""
 
     def __init__(
         self, name: str, size: int, *, huge_pages: bool, threads: int, progress: Progress | None
@@ -94,7 +94,7 @@ def _make_huge(
 def _make(
     name: str, flags: int, size: int, threads: int, progress: Progress | None
 ) -> tuple[int, mmap.mmap]:
-    """Make and populate a memfd. Raises OSError; nothing stays open then."""
+    """Make and populate a memfd. Raises OSError, and then leaves nothing open."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
         os.ftruncate(fd, size)
@@ -112,9 +112,9 @@ def _make(
 
 
 def _map_aligned(fd: int, size: int) -> mmap.mmap:
-    """Map the memfd, if possible at a multiple of the huge page size; only at such an address can
-    the kernel merge pages. If the first map is not aligned, a temporary map as long as the
-    misalignment shifts a second map, because the kernel places new maps side by side."""
+    """Map the memfd, if possible at a multiple of the huge page size, since the kernel can merge
+    pages only there. If the first map is not aligned, a temporary map as long as the misalignment
+    shifts a second map, because the kernel places new maps side by side."""
     memory = mmap.mmap(fd, size, mmap.MAP_SHARED)
     off = _address(memory) % HUGE_PAGE_BYTES
     if not off or size < HUGE_PAGE_BYTES:
@@ -148,13 +148,13 @@ def _populate(
                 if progress:
                     progress(done, size)
     finally:
-        del anchor  # while it lives the map cannot be closed
+        del anchor  # the map cannot be closed while `anchor` exists
 
 
 def _populate_piece(base: int, fd: int, start: int, length: int) -> int:
-    # Through ctypes, which releases the GIL; mmap.madvise keeps it.
+    # ctypes releases the GIL; mmap.madvise does not.
     libc = ctypes.CDLL(None, use_errno=True)
-    # One huge page at a time: merging just cleared pages costs a third of merging cold pages.
+    # One huge page at a time, as merging just cleared pages costs a third of merging cold ones.
     for offset in range(start, start + length, HUGE_PAGE_BYTES):
         address = ctypes.c_void_p(base + offset)
         size = ctypes.c_size_t(min(HUGE_PAGE_BYTES, start + length - offset))
@@ -165,6 +165,6 @@ def _populate_piece(base: int, fd: int, start: int, length: int) -> int:
             # An older kernel: allocate the pages; the first touch adds only page-table entries.
             os.posix_fallocate(fd, start, length)
             return length
-        # Older kernels refuse this, and all kernels for an unaligned map or scattered memory.
+        # Older kernels refuse the merge, and all kernels for an unaligned map or scattered memory.
         libc.madvise(address, size, _MADV_COLLAPSE)
     return length

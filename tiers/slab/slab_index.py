@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An index of a slab in shared memory, for a process that serves its blocks to other engines.
+"""SlabIndex: a slab's index in shared memory, for a process that serves the slab to other engines.
 
     engine   SlabIndex    publish, retract ──► records, journal ──► SlabReader    server
              is_held      ◄── times until which slots are kept ◄── hold
 
-Neither process waits for the other. The engine writes a few bytes for each block that is committed
-or removed, and evicts no block before the end of its hold. A hold ends by itself after a time, so a
-server that dies leaves no lasting hold. A block may be evicted after the server has read its record
-and before the server holds its slot. So the server reads the record again once it holds the slot,
-and the engine that loads the block compares the digest.
+The engine and the server never wait for each other. The engine writes a few bytes for each block
+that is committed or removed, and evicts no block before the end of its hold. A hold ends at a given
+time, so a server that dies leaves no lasting hold. A block may be evicted after the server has read
+its record and before the server holds its slot. So the server reads the record again once it holds
+the slot, and the engine that loads the block compares the digest.
 
     header    magic, slots, journal entries; epoch; number of journal entries written
     journal   a ring: the slot whose record has changed, or _ALL
@@ -30,8 +30,8 @@ from ..errors import TierConfigError
 from ..tag import TAG_BYTES, Proof
 from .shared_memory import SharedMemory
 
-# The longest hold that the engine respects, equal to the longest lease. It ignores longer holds,
-# which the other process could write.
+# The longest hold that the engine respects, equal to the longest lease. The engine ignores longer
+# holds, which the serving process could write.
 MAX_HOLD_SECONDS = 3600.0
 
 _MAGIC = 0x5354524B564C4958
@@ -40,7 +40,7 @@ _COUNT = struct.Struct("=Q")
 _EPOCH_AT, _HEAD_AT, _HEADER_BYTES = 24, 32, 64
 _RECORD = struct.Struct(f"=QQ{KEY_BYTES}s{TAG_BYTES}s{TAG_BYTES}s")
 _LEAST_JOURNAL = 1024
-_ALL = 2**32 - 1  # in the journal: every record of an earlier epoch is void
+_ALL = 2**32 - 1  # a journal entry: records of earlier epochs are void
 _VOID = (bytes(KEY_BYTES), bytes(TAG_BYTES), bytes(TAG_BYTES))
 
 
@@ -49,7 +49,7 @@ class _Shape:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        # A power of two: room for two changes of each slot; after more a reader reads all records.
+        # A power of two, for two changes of each slot; after more, a reader reads all records.
         self.num_entries = max(_LEAST_JOURNAL, 1 << (2 * num_slots - 1).bit_length())
         self.records_at = _HEADER_BYTES + 4 * self.num_entries
         self.holds_at = self.records_at + _RECORD.size * num_slots
@@ -60,7 +60,7 @@ class _Shape:
 
 
 class SlabIndex:
-    """The engine's side, which writes the index. All calls are made under the slab's lock."""
+    """The engine's side of the index, which writes it. All calls are made under the slab's lock."""
 
     def __init__(self, num_slots: int) -> None:
         self._shape = shape = _Shape(num_slots)
@@ -72,7 +72,7 @@ class SlabIndex:
         self._journal = self._memory[_HEADER_BYTES : shape.records_at].cast("I")
         self._holds = self._memory[shape.holds_at : shape.size].cast("d")
         self._own_holds: dict[int, float] = {}
-        self.is_read = True  # whether a process serves the slab, as far as is known
+        self.is_read = True  # whether a process may be serving the slab
         self._sequences = [0] * num_slots
         self._published = [False] * num_slots
         self._epoch = 1
@@ -85,7 +85,7 @@ class SlabIndex:
         self._published[slot] = True
 
     def retract(self, slot: int) -> None:
-        """Invalidate the slot's record, because its block is removed or forgotten."""
+        """Invalidate the record of a slot, because the slot's block is removed."""
         if self._published[slot]:
             self._published[slot] = False
             self._write_record(slot, 0, *_VOID)
@@ -97,7 +97,7 @@ class SlabIndex:
         self._append_journal(_ALL)
 
     def retain_slots(self, slots: Sequence[int], until: float, most: int) -> None:
-        """Protect slots, `most` in all, by the engine's holds until `until` (monotonic seconds)."""
+        """Protect slots, up to `most`, by the engine's holds until `until` (monotonic seconds)."""
         now = time.monotonic()
         held = {slot: end for slot, end in self._own_holds.items() if end > now}
         for slot in slots:
@@ -139,7 +139,7 @@ class SlabIndex:
 
 @dataclass(slots=True)
 class Changes:
-    """The keys that were added and removed since the last `refresh`, each listed once."""
+    """The keys that were added and removed since the last `refresh`, without duplicates."""
 
     stored: list[bytes] = field(default_factory=list)
     removed: list[bytes] = field(default_factory=list)
@@ -162,7 +162,7 @@ class _Known:
 
 
 class SlabReader:
-    """The server's side, which reads the index. Holds up to `share` of the slots. Thread-safe."""
+    """The server's side, which reads the index. Holds up to `share` of all slots. Thread-safe."""
 
     def __init__(self, fd: int, num_slots: int, share: float) -> None:
         self.num_slots = num_slots
@@ -176,7 +176,7 @@ class SlabReader:
         self._lock = threading.Lock()
         self._by_key: dict[bytes, _Known] = {}
         self._key_of: dict[int, bytes] = {}
-        self._seen = 0  # journal entries
+        self._seen = 0  # number of journal entries read
         self._held: Counter[int] = Counter()
         self._most_held = max(1, int(share * num_slots))
         # The holds of an earlier serving process are void.
@@ -186,7 +186,7 @@ class SlabReader:
         return len(self._by_key)
 
     def refresh(self) -> Changes:
-        """Read the changes since the last call."""
+        """Read the changes of the index since the last call."""
         changes = Changes()
         with self._lock:
             head = self._read_counter(_HEAD_AT)
@@ -197,7 +197,7 @@ class SlabReader:
             else:
                 mask = self._shape.num_entries - 1
                 entries = [self._journal[i & mask] for i in range(self._seen, head)]
-                # Entries may have been overwritten meanwhile; then all records are read.
+                # If journal entries may have been overwritten meanwhile, all records are read.
                 if (
                     self._read_counter(_HEAD_AT) - self._seen >= self._shape.num_entries
                     or _ALL in entries
@@ -210,13 +210,13 @@ class SlabReader:
         return changes
 
     def lookup(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each block was in the slab at the last `refresh`."""
+        """Return for each block whether it was in the slab at the last `refresh`."""
         known = self._by_key
         return [key in known for key in keys]
 
     def acquire_blocks(self, keys: Sequence[bytes], until: float) -> list[Found | None]:
-        """Protect these blocks from eviction until `until` (monotonic seconds) or `release_slots`.
-        None for a block that is not in the slab, or if no more slots may be held."""
+        """Protect blocks from eviction until `until` (monotonic seconds) or `release_slots`. Return
+        None for a block that is not in the slab or for which no more slots may be held."""
         found: list[Found | None] = []
         with self._lock:
             for key in keys:
@@ -291,7 +291,7 @@ class SlabReader:
     def _read_record(self, slot: int) -> tuple[int, bytes | None, Proof]:
         at = self._shape.record_at(slot)
         sequence, epoch, key, tag, digest = _RECORD.unpack_from(self._memory, at)
-        # A record that is being written counts as void; its journal entry follows.
+        # A record that is being written counts as void; the record's journal entry follows.
         is_whole = not sequence % 2 and self._read_counter(at) == sequence
         is_there = is_whole and epoch and epoch == self._read_counter(_EPOCH_AT)
         return sequence, key if is_there else None, Proof(tag, digest)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SSD tier: keeps KV blocks on a local disk. Never imports torch, the connector or the engine.
+"""The SSD tier, which keeps KV blocks on a local disk. Imports no torch, connector or engine.
 
 store.py           the store of the hierarchy; look-ups
 disk_array.py      several stores as one

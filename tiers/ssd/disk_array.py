@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several disks as one SSD tier. The key of a block decides which disk keeps the block.
+"""SeveralDisks: several disks as one SSD tier. A block's key decides which disk keeps the block.
 
     key ─► one of 4,096 parts ─► the disk with the highest hash for that part   (rendezvous hashing)
 
-Adding or removing a disk moves only that disk's share of the parts. The order in which the disks
-are listed does not matter. Each disk has its own store (index, queue, folder) and holds no data of
-other disks, so losing a disk loses only the blocks on that disk.
+Adding or removing a disk moves only the parts of this disk. The order in which the disks are listed
+does not matter. Each disk has its own store (index, queue, folder) and holds no data of other
+disks, so losing a disk loses only the blocks on that disk.
 
 The failure of one disk does not affect the other disks. A block that a disk cannot read is a miss;
 a block that a disk cannot store is refused. A disk that has not answered for `HUNG_SECONDS` gets no
-look-ups, loads, stores or leases until it answers again, while the other disks continue to work.
-Calls that were sent to the disk before it hung wait for its answer, because the disk may still
-write into their buffers."""
+look-ups, loads, stores or leases until it answers again, while other disks continue to work.
+Earlier calls to a hung disk wait for its answer, because the disk may still write into the buffers
+of these calls."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ log = logging.getLogger(__name__)
 
 PARTS = 4096
 HUNG_SECONDS = 1.0
-HUNG = "hung disk"  # the key in `TierStats.errors`: times that a disk stopped answering
+HUNG = "hung disk"  # key in `TierStats.errors`: how often a disk stopped answering
 _ANSWER = TypeVar("_ANSWER")
 
 
 class Disk(NamedTuple):
-    """A disk's store and its name (the path). The name decides which keys belong to the store."""
+    """A disk's store and name (the path). The name decides which keys belong to the store."""
 
     name: str
     store: StoreTier
 
 
 class _Waits:
-    """The calls to one disk that the disk has not answered yet. Thread-safe."""
+    """The unanswered calls to one disk. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -86,14 +86,14 @@ class SeveralDisks(StoreTier):
         self._is_hung = [False] * len(disks)
         self._times_hung = 0
         self._failures: dict[str, int] = {}
-        self._lock = threading.Lock()  # guards the three fields above
+        self._lock = threading.Lock()  # guards the three previous fields
         names = [disk.name.encode() for disk in disks]
         self._disk_of_part = [
             max(range(len(names)), key=lambda n: _hash(names[n], part)) for part in range(PARTS)
         ]
 
     def disk_of(self, key: bytes) -> int:
-        """The index of the disk that keeps the block `key`."""
+        """Return the index of the disk that keeps the block `key`."""
         return self._disk_of_part[int.from_bytes(key[:2], "little") % PARTS]
 
     @property
@@ -201,7 +201,7 @@ class SeveralDisks(StoreTier):
         return all(left)
 
     def stats(self) -> TierStats:
-        """The counters of all disks, added up."""
+        """Return the sums of all disks' counters."""
         total = TierStats()
         for store in self._stores:
             total.add(store.stats())
@@ -228,8 +228,8 @@ class SeveralDisks(StoreTier):
             thread.join(max(0.0, deadline - time.monotonic()) + 1.0)
 
     def _check_buffers(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
-        """Raise InvalidBlock for wrong keys or buffers before any disk gets the call. If a disk
-        refused the call later, other disks would already be using the buffers."""
+        """Raise InvalidBlock for wrong keys or buffers before any disk gets the call, because other
+        disks would already use the buffers if one disk refused the call later."""
         if len(keys) != len(buffers) or not {KEY_BYTES}.issuperset(map(len, keys)):
             raise InvalidBlock(
                 f"every block takes a key of {KEY_BYTES} bytes and a buffer; {len(keys)} keys came "
@@ -250,7 +250,7 @@ class SeveralDisks(StoreTier):
         return parts
 
     def _hangs(self, number: int) -> bool:
-        """Whether a call to a disk has waited longer than `hung_seconds`. Logs each change once."""
+        """Whether a call to a disk waits for longer than `hung_seconds`. Logs each change."""
         hangs = self._waits[number].oldest_seconds() > self._hung_seconds
         with self._lock:
             if hangs == self._is_hung[number]:
@@ -299,7 +299,7 @@ class SeveralDisks(StoreTier):
         asked: list[tuple[int, list[int], int, Future[list[_ANSWER]]]],
     ) -> Future[list[_ANSWER]]:
         together: Future[list[_ANSWER]] = Future()
-        together.set_running_or_notify_cancel()  # buffers are in use: no caller may cancel
+        together.set_running_or_notify_cancel()  # no caller may cancel while buffers are in use
         left = [len(asked)]
         failed: list[BaseException] = []
 

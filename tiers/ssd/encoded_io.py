@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes and reads records whose payload is encoded by a codec, one record at a time.
+"""Writes and reads records whose payload a codec has encoded, one record at a time.
 
 Every slot has the size of an unencoded block. So encoding reduces the bytes read and written, but
-no more blocks fit. A block whose encoding saves no page is written unencoded; its row has
-`encoded_bytes` 0, and `DecodingReader` is not used for it. The checksum covers the encoded bytes
-and is checked before decoding. A lossy codec does not restore the stored bytes exactly, so the
-block's tag is made from the decoded bytes."""
+no more blocks fit. A block whose encoding saves no page is written unencoded; such a block has
+`encoded_bytes` 0 in its row and is not read by `DecodingReader`. The checksum covers the encoded
+bytes and is checked before decoding. A lossy codec does not restore the stored bytes exactly, so
+the block's tag is made from the decoded bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .state import StoreState
 
 
 class EncodingWriter:
-    """Encodes blocks and makes record headers. Thread-safe if each thread has its own scratch."""
+    """Encodes blocks and makes record headers. Thread-safe with a scratch for each thread."""
 
     def __init__(self, state: StoreState, codec: Codec) -> None:
         self._state = state
@@ -31,7 +31,7 @@ class EncodingWriter:
     def encode(
         self, entry: Entry, payload: memoryview, scratch: Scratch, tag: bytes, digest: bytes
     ) -> Entry:
-        """Encode block or only header into the scratch. Return the entry with `encoded_bytes`."""
+        """Encode a block, or only its header, to the scratch. Return the entry with the length."""
         state, codec = self._state, self._codec
         used = codec.encode(payload, scratch.encoded[: state.layout.slot_bytes - ALIGNMENT])
         if used:
@@ -45,7 +45,7 @@ class EncodingWriter:
 
 
 class DecodingReader:
-    """Reads records encoded by the store's own codec, if it has one, or by any lossless codec.
+    """A reader of records that were encoded by the store's codec or by any lossless codec.
     Thread-safe if each thread has its own scratch and queue."""
 
     def __init__(self, state: StoreState, codec: Codec | None) -> None:
@@ -54,15 +54,15 @@ class DecodingReader:
         self._most_bytes = state.layout.slot_bytes - ALIGNMENT
 
     def start(self, entry: Entry, scratch: Scratch, disk: DiskQueue, number: int) -> None:
-        """Start to read a record into the scratch: as many bytes as its row says and as fit."""
-        size = max(1, min(entry.encoded_bytes, self._most_bytes))  # a damaged row may say any size
+        """Start to read a record into the scratch: the bytes in its row, if these fit."""
+        size = max(1, min(entry.encoded_bytes, self._most_bytes))  # a damaged row may have any size
         self._state.slot_file.start_read_encoded(disk, number, entry.slot, size, scratch)
 
     def decode_block(
         self, entry: Entry, payload: memoryview, num_bytes: int, scratch: Scratch
     ) -> Proof | Defect:
-        """Verify a record of which `num_bytes` were read, header page included, and decode it into
-        `payload`. Return the block's proof, or the defect that was found."""
+        """Verify a record of which `num_bytes` were read, header page included, and decode the
+        record into `payload`. Return the block's proof, or the defect that was found."""
         state, size = self._state, entry.encoded_bytes
         if size > self._most_bytes:
             return Defect.LENGTH  # a damaged row

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads records into the callers' buffers, many at a time, and verifies each record.
+"""Reader: reads records into the callers' buffers, many at a time, and verifies each record.
 
 A record that differs from the expected record is a miss: its defect is counted and the block is
 removed from the index. A record that cannot be read is also a miss; its block stays in the index
@@ -24,40 +24,40 @@ from .encoded_io import DecodingReader
 from .index.slot_index import Entry
 from .state import Job, StoreState
 
-# Bytes being read at the same time. Each thread verifies some records while the disk reads others.
+# The most bytes read at a time. A thread verifies some records while the disk reads others.
 FLIGHT_BYTES = 32 * 1024**2
 
-# The outcome of one record.
+# The outcome of reading one record.
 Outcome = Proof | Defect | Exception
 
-# Errors of a temporary shortage on the machine, which say nothing about the record.
+# Errors of a temporary shortage on the machine, which do not depend on the record.
 _SHORTAGES = frozenset({errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.EINTR, errno.EMFILE})
 
 
 class Part(NamedTuple):
-    """A pinned block to read, and where its answer goes: a job and a position in its answers."""
+    """A pinned block to read, and the place of its answer: a job and a position in the job."""
 
     entry: Entry
-    payload: memoryview  # `page_bytes` long
+    payload: memoryview  # of `page_bytes`
     job: Job[Proof | None]
     position: int
 
 
 class Reader:
-    """Reads and verifies records on a few threads: some are verified while others are read."""
+    """Threads that read and verify records; some are verified while others are read."""
 
     def __init__(self, state: StoreState, io_threads: int, codec: Codec | None = None) -> None:
         self.state = state
         self.decoder = DecodingReader(state, codec)
-        self.abandoned = False  # if true, no further read begins
-        self.queued_blocks = 0  # changed under the lock; the owner bounds it
+        self.abandoned = False  # True: no further read begins
+        self.queued_blocks = 0  # guarded by the lock; the owner sets the limit
         self._busy_since = 0.0
         self._idle = threading.Condition(state.lock)
         flight_bytes = max(FLIGHT_BYTES, 2 * io_threads * state.slot_file.run_bytes)
         self._pool = IoPool(state.slot_file, io_threads, "stratakv-ssd-read", flight_bytes)
 
     def submit(self, parts: Sequence[Part]) -> None:
-        """Start to read parts; `settle_parts` ends them. Called under the lock."""
+        """Start to read parts, which `settle_parts` ends. Called under the lock."""
         if not self.queued_blocks:
             self._busy_since = time.monotonic()
         self.queued_blocks += len(parts)
@@ -71,7 +71,7 @@ class Reader:
 
     def end_reads(self, deadline: float) -> None:
         """Wait until all reads have ended, at most until `deadline` (monotonic seconds), and
-        abandon reads that have not begun by then. `submit` must not be called afterwards."""
+        abandon reads that have not begun at `deadline`. `submit` must not be called afterwards."""
         with self.state.lock:
             self._idle.wait_for(self._is_idle, max(0.0, deadline - time.monotonic()))
             self.abandoned = True
@@ -85,7 +85,7 @@ class Reader:
     def settle_parts(
         self, answered: Sequence[tuple[Part, Outcome]], abandoned: Sequence[Part]
     ) -> None:
-        """Set the outcomes of some parts, and complete the calls that have all their answers."""
+        """Set the outcomes of some parts, and complete the calls that have all answers."""
         for _, outcome in answered:
             if isinstance(outcome, Exception):
                 self.state.count_fault(outcome)
@@ -128,7 +128,7 @@ class Reader:
             stats.misses += 1
             if _is_shortage(outcome):
                 return
-            # Any other fault: the block must not be offered again.
+            # After any other fault look-ups must not find the block again.
             state.index.remove_entry(part.entry)
             stats.corrupt_records_dropped += 1
             if isinstance(outcome, Defect):
@@ -137,15 +137,15 @@ class Reader:
 
 class _Reading:
     """Reads parts, sorted by slot, as a `Work` of the `IoPool`. Parts in neighbouring slots are
-    read with one system call. Parts that this call did not read whole are read again one by one, so
-    that a bad sector or a truncated file does not lose the parts beside it."""
+    read with one system call. Parts that were not read completely are read again one by one, so
+    that a bad sector or a truncated file does not lose neighbouring parts."""
 
     def __init__(self, reader: Reader, ordered: Sequence[Part]) -> None:
         self._reader = reader
         self._ordered = ordered
 
     def prepare_run(self, run: range, scratch: Scratch) -> None:
-        """A read needs no preparation."""
+        """Do nothing: a read needs no preparation."""
 
     def start(self, run: range, scratch: Scratch, disk: DiskQueue, number: int) -> None:
         if self._reader.abandoned:
@@ -174,7 +174,7 @@ class _Reading:
         return again
 
     def _outcomes(self, parts: Sequence[Part], scratch: Scratch, result: Result) -> list[Outcome]:
-        """The outcomes of the leading parts that were read. A single part always has an outcome."""
+        """Return the outcomes of the leading parts that were read. A single part has one."""
         try:
             if isinstance(result, Exception):
                 raise result

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue of blocks to be written to the disk, and the writing of their records.
+"""RecordWriter: the queue of blocks to be written to the disk, and the writing of their records.
 
 A run is a group of records in neighbouring slots. Several runs of a batch are written at the same
 time. While the disk writes some runs, threads hash the blocks of the next runs; hashing releases
@@ -26,8 +26,8 @@ from .encoded_io import EncodingWriter
 from .index.slot_index import Entry
 from .state import Job, StoreState
 
-# Bytes being written at the same time by all threads, or one run of each thread if that is more.
-# The share of one thread must keep a disk busy; a sync and a commit wait for all shares.
+# The most bytes that all threads write at a time, or one run of each thread if that is more. The
+# share of one thread must keep a disk busy; a sync and a commit wait for all shares.
 FLIGHT_BYTES = 32 * 1024**2
 NO_HEADER = bytes(HEADER_BYTES)
 
@@ -38,10 +38,10 @@ class Write:
 
     key: bytes
     payload: memoryview  # `page_bytes` long
-    proof: Proof | None  # of the payload, if the block came with one
+    proof: Proof | None  # None: the block came without a proof
     waiters: list[tuple[Job[Stored], int]]
-    dropped: bool = False  # forgotten since it was queued: not kept
-    is_damaged: bool = False  # the payload does not match its proof: not kept
+    dropped: bool = False  # removed after it was queued, so not kept
+    is_damaged: bool = False  # the payload does not match its proof, so not kept
 
 
 class WriteQueue:
@@ -50,11 +50,11 @@ class WriteQueue:
 
     def __init__(self) -> None:
         self.waiting: deque[Write] = deque()
-        self._pending: dict[bytes, Write] = {}  # waiting or being written
-        self.num_blocks = 0  # waiting or being written; the owner bounds it
+        self._pending: dict[bytes, Write] = {}  # queued or being written
+        self.num_blocks = 0  # queued or being written; the owner sets the limit
 
     def __contains__(self, key: object) -> bool:
-        """Whether a block is queued or being written, and was not forgotten since."""
+        """Whether a block is queued or being written, and was not removed meanwhile."""
         write = self._pending.get(key)  # type: ignore[call-overload]
         return write is not None and not write.dropped
 
@@ -64,7 +64,7 @@ class WriteQueue:
         job: Job[Stored],
     ) -> None:
         """Queue blocks (key, payload, proof, position in `job.answers`). For a block that is
-        already queued or being written, the job waits for that write."""
+        already queued or being written, the job waits for the earlier write."""
         pending, waiting = self._pending, self.waiting
         for key, payload, proof, position in blocks:
             write = pending.get(key)
@@ -76,7 +76,7 @@ class WriteQueue:
             self.num_blocks += 1
 
     def cancel(self, key: bytes) -> bool:
-        """Forget a block that is queued or being written. Return False if there is none."""
+        """Remove a block that is queued or being written. Return False for any other block."""
         if key not in self:
             return False
         self._pending[key].dropped = True
@@ -87,17 +87,17 @@ class WriteQueue:
             write.dropped = True
 
     def dropped_keys(self) -> list[bytes]:
-        """Forgotten blocks that are queued or being written. Their rows may be on the disk."""
+        """Return removed blocks that are queued or being written, whose rows may be on the disk."""
         return [key for key, write in self._pending.items() if write.dropped]
 
     def pop_writes(self, count: int) -> list[Write]:
-        """Take up to `count` blocks to write. The caller ends each with `settle` or `abandon`."""
+        """Take up to `count` blocks to write, which the caller ends with `settle` or `abandon`."""
         return [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
 
     def settle(self, writes: Sequence[Write], kept: Set[int]) -> tuple[list[Job[Stored]], int]:
         """End writes and set their outcomes. A block is kept if the `id` of its `Write` is in
-        `kept` and the block was not forgotten. Return the jobs that are now complete, and the
-        number of blocks that were not kept."""
+        `kept` and the block was not removed. Return the jobs that are now complete, and the number
+        of blocks that were not kept."""
         done: list[Job[Stored]] = []
         num_lost = 0
         for write in writes:
@@ -114,7 +114,7 @@ class WriteQueue:
         return done, num_lost
 
     def abandon(self, writes: Sequence[Write]) -> list[Job[Stored]]:
-        """End writes because the store is closed. Their jobs fail. Return the complete jobs."""
+        """Fail writes because the store is closed. Return the jobs that are now complete."""
         done: list[Job[Stored]] = []
         for write in writes:
             for job, _position in write.waiters:
@@ -126,7 +126,7 @@ class WriteQueue:
 
     def _leave(self, write: Write) -> None:
         self.num_blocks -= 1
-        # A block that was dropped and stored again has a second write, which is the pending one.
+        # A block that was dropped and stored again has a second write, which is in `_pending`.
         if self._pending.get(write.key) is write:
             del self._pending[write.key]
 
@@ -141,9 +141,9 @@ class Batch:
     writes: list[Write]
     began: float
     placed: list[Placed] = field(default_factory=list)
-    failed_syncs: int = 0  # failed syncs before its writing began
+    failed_syncs: int = 0  # failed syncs before the first write
     unsure: set[int] = field(default_factory=set)  # slots whose rows may be on the disk
-    # The threads that write the batch change these fields under the lock.
+    # Fields that the writing threads change under the lock.
     blocks_left: int = 0  # blocks whose writes have not returned
     written: list[int] = field(default_factory=list)  # positions in `placed`
 
@@ -168,10 +168,10 @@ class RecordWriter:
     def start(self, batch: Batch) -> None:
         """Start to write blocks to their slots. Never waits. Raises TierClosed after `close`."""
         slots, encodes = [entry.slot for _, entry in batch.placed], self.encoder is not None
-        with self.state.lock:  # so that no run ends before it is counted
+        with self.state.lock:  # so that runs are counted before they end
             if self._is_over:
                 raise TierClosed("the SSD tier was closed before this batch was begun")
-            # The length of an encoded block is known only after the encoding.
+            # With a codec each slot is a run: lengths are known only after encoding.
             self._pool.start(
                 slots,
                 _Writing(self, batch),
@@ -181,13 +181,13 @@ class RecordWriter:
             batch.blocks_left = len(slots)
 
     def close(self, deadline: float) -> bool:
-        """End the threads. Return False if one still runs at `deadline` (monotonic seconds)."""
+        """End the threads. Return False if a thread runs at `deadline` (monotonic seconds)."""
         with self.state.lock:
             self._is_over = True
         return self._pool.close(deadline)
 
     def settle_blocks(self, batch: Batch, ended: int, written: Sequence[int]) -> None:
-        """Record that writes of `ended` more blocks have returned. Those at `written` succeeded."""
+        """Record that writes of `ended` more blocks have returned; those at `written` succeeded."""
         with self.state.lock:
             batch.written += written
             batch.blocks_left -= ended
@@ -213,7 +213,7 @@ class _Writing:
                 scratch.headers[0][:HEADER_BYTES] = NO_HEADER
                 return
             entry = encoder.encode(entry, write.payload, scratch, *tagged)
-            self._batch.placed[run.start] = (write, entry)  # with the encoded length
+            self._batch.placed[run.start] = (write, entry)  # the entry has the encoded length
             return
         scratch.num_laid = 0
         if self._records is not None:
@@ -253,7 +253,7 @@ class _Writing:
         )
 
     def _tagged(self, write: Write) -> Proof | None:
-        """The tag and the digest of a block. None if the block's bytes do not match its proof."""
+        """Return the proof of a block; None if the block's bytes do not match its proof."""
         digest = payload_digest(write.payload)
         if write.proof is None:
             return Proof(self._writer.state.tagger.tag(write.key, digest), digest)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State shared by a store, its writer and its reader: a lock and the data that the lock guards.
+"""StoreState: the lock of a store, its writer and its reader, and the data that the lock guards.
 Futures are completed without the lock, because completing a future runs callbacks of the caller."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StoreState:
     slot_file: SlotFile
     index: SlotIndex
     stats: TierStats
-    seal: Seal | None = None  # of every record; None is a plain checksum
+    seal: Seal | None = None  # of every record; None: plain checksums
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -44,13 +44,13 @@ class StoreState:
         self.headers = PlainHeaders(self.layout_id, self.page_bytes, self.seal)
 
     def header_of(self, entry: Entry) -> RecordHeader:
-        """The header expected in the record of an entry that was written without a codec."""
+        """Return the expected header of the record of an entry that was written without a codec."""
         return RecordHeader(
             entry.key, self.layout_id, self.page_bytes, entry.generation, seal=self.seal
         )
 
     def encoded_header_of(self, entry: Entry, codec: int, tag: bytes = NO_TAG) -> RecordHeader:
-        """The header expected in the record of an entry that was written with this codec."""
+        """Return the expected header of the record of an entry that was written with `codec`."""
         return RecordHeader(
             entry.key,
             self.layout_id,
@@ -63,14 +63,14 @@ class StoreState:
         )
 
     def count_fault(self, error: Exception) -> None:
-        """Count an error of the disk or the index in `stats.errors`. Log the first of each kind."""
+        """Count an error of disk or index in `stats.errors`. Log the first error of each kind."""
         code = error.errno if isinstance(error, OSError) else None
         kind = errno.errorcode.get(code or 0, type(error).__name__)
         with self.lock:
             first = kind not in self.stats.errors
             self.stats.errors[kind] = self.stats.errors.get(kind, 0) + 1
         if first:
-            # An exception of another kind is a programming error: its traceback is logged.
+            # Another exception is a programming error, so its traceback is logged.
             trace = None if isinstance(error, OSError | lmdb.Error) else error
             log.warning(
                 "the SSD tier met a fault, and counts further ones: %s", error, exc_info=trace
@@ -78,7 +78,7 @@ class StoreState:
 
 
 def _uncancelable_future() -> Future[Any]:
-    # A caller that could cancel would reuse its buffers while the disk still writes to them.
+    # A caller that could cancel would reuse buffers to which the disk still writes.
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -95,12 +95,12 @@ class Job(Generic[_T]):
     error: TierError | None = None
 
     def abandon(self) -> None:
-        """End one key without an answer; the call fails with TierClosed. Called under the lock."""
+        """End one key without an answer; its call fails with TierClosed. Called under the lock."""
         self.error = TierClosed("the SSD tier was closed before this call was done")
         self.waiting_for -= 1
 
     def complete(self) -> None:
-        """Complete the future, without the lock. The thread that made `waiting_for` 0 calls it."""
+        """Complete the future, without the lock. Called by the thread that made `waiting_for` 0."""
         if self.error is not None:
             self.future.set_exception(self.error)
         else:

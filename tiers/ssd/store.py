@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SSD tier: keeps blocks in a slot file and their index in LMDB, and verifies every block read.
+"""SsdStore: keeps blocks in a slot file and their index in LMDB, and verifies every block read.
 
-Look-ups use only the index in memory. A few threads read blocks and a few others write them;
-`reader.py` and `writer.py` describe the guarantees of reads and writes."""
+Look-ups use only the index in memory. A few threads read blocks and a few other threads write
+blocks; `reader.py` and `writer.py` describe the guarantees of reads and writes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SsdStore(DiskStore):
 
     The store survives a restart, a kill and, by its order of writes (`writer.py`), a power cut. A
     damaged record is a miss; with a damaged index the store starts empty. Only one process can have
-    the store open, with the layout and namespace it was made for. Thread-safe.
+    the store open, with the store's layout and namespace. Thread-safe.
 
     `queue_bytes` bounds the blocks that wait to be written and, separately, the blocks that wait to
     be read. A call beyond the bound raises TierBusy, but an empty queue accepts a batch of any
@@ -49,19 +49,19 @@ class SsdStore(DiskStore):
     `io_threads` threads read blocks and as many hash and write blocks, each with up to 16 disk
     requests at a time. `durability` says when a block counts as stored: with "sync" when its record
     and its index row are on the disk, with "async" when its record is written. With "async", a
-    power cut or a kill may lose the blocks of the last two seconds. Neither ever returns wrong
-    bytes.
+    power cut or a kill may lose the blocks of the last two seconds. A load never returns wrong
+    bytes in either case.
 
     A store of another format at `path` is moved aside (`folder/other_formats.py`) and kept while
-    the disk has room, in addition to the capacity. The StrataKV version that made that store can
+    the disk has room, in addition to the capacity. The StrataKV version that made the old store can
     use it again.
 
     With a `codec`, blocks whose encoding saves a page are written encoded. Encoding reduces the
     bytes read and written, but no more blocks fit. A store written with a lossless codec may be
     opened without a codec, and the reverse. A lossy store opens only with its codec.
 
-    With a `mac_key`, a record written without that key is a miss, which protects a directory that
-    other users can write to. A store made with a key opens only with that key.
+    With a `mac_key`, a record written without this key is a miss, which protects a directory to
+    which other users can write. A store made with a key opens only with the same key.
 
     `policy` is the name of the eviction policy (`policies/known_policies.py`). A store of more than
     `MOST_POLICY_SLOTS` slots always uses "lru" and logs a warning if another policy was chosen.
@@ -123,7 +123,7 @@ class SsdStore(DiskStore):
         self.learns = self._state.index.learns
         self._queue_blocks = queue_bytes // layout.page_bytes
         self._io_threads = io_threads
-        with ExitStack() as undo:  # where the system gives no more threads
+        with ExitStack() as undo:  # if no more threads can be started
             undo.callback(self._opened.close)
             self._reader = Reader(self._state, io_threads, codec)
             undo.callback(self._reader.close, 0.0)
@@ -183,7 +183,7 @@ class SsdStore(DiskStore):
     ) -> Future[list[Stored]]:
         payloads = self._payloads(keys, buffers, writable=False)
         given = [None] * len(keys) if proofs is None else proofs
-        if len(given) != len(keys):  # checked first: later, some of the buffers would be in use
+        if len(given) != len(keys):  # checked first, before buffers are in use
             raise InvalidBlock(f"every block takes a proof or None: {len(keys)}, not {len(given)}")
         job = Job([Stored.KEPT] * len(keys))
         with self._state.lock:
@@ -273,21 +273,21 @@ class SsdStore(DiskStore):
 
     def close(self, timeout_seconds: float) -> None:
         """See StoreTier. Queued blocks are written as far as the time allows. If the disk still
-        blocks a thread then, the files stay open until a later call finds that the thread has
+        blocks a thread at the end, the files stay open until a later call finds that the thread has
         ended."""
         deadline = time.monotonic() + timeout_seconds
         with self._state.lock:
             if not self._has_open_files:
                 return
             is_first, self._closed = not self._closed, True
-        # The kernel takes 32 ms to free a thread's queue: end readers and writers at the same time.
+        # Readers and writers end together: the kernel takes 32 ms to free a thread's queue.
         self._reader.end_reads(deadline)
         writes_ended = self._writer.close(deadline)
         if self._reader.close(deadline) and writes_ended:
             self._opened.close()
             self._has_open_files = False
         elif is_first:
-            # A call in the kernel could write to the next opened file if these were closed.
+            # Files are not closed: a call in the kernel could then write to the next opened file.
             log.error("the SSD tier was closed while the disk did not answer; its files stay open")
 
     def _drop_key(self, key: bytes) -> bool:
@@ -296,7 +296,7 @@ class SsdStore(DiskStore):
     def _payloads(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], *, writable: bool
     ) -> list[memoryview]:
-        """Flat views of the buffers, cut to a payload's length. Raises InvalidBlock."""
+        """Return flat views of the buffers, cut to a payload's length. Raises InvalidBlock."""
         size = self._state.page_bytes
         if len(keys) != len(buffers) or not {KEY_BYTES}.issuperset(map(len, keys)):
             raise InvalidBlock(
@@ -310,7 +310,7 @@ class SsdStore(DiskStore):
                     f"{buffer.nbytes}{' that is read-only' * buffer.readonly}"
                 )
         flat = [b if b.format == "B" and b.ndim == 1 else b.cast("B") for b in buffers]
-        return [buffer[:size] for buffer in flat]  # new views: the caller may release its own
+        return [buffer[:size] for buffer in flat]  # new views: callers may release the others
 
     def _check_open(self) -> None:
         if self._closed:

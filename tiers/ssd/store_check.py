@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks an SSD store that is not open: compares its index rows with its records, and repairs it.
+"""Checks an SSD store that is not open: compares index rows with records, and repairs the store.
 
 Every row must name a slot with an undamaged record that matches the row. An undamaged record that
 no row names is an *orphan*, which is normal: an evicted block's record stays until its slot is used
 again. With `fix`, wrong rows are removed, and a lost index is rebuilt from the record headers,
-which have key, layout and generation. If two records have one key, the record with the higher
-generation is used, because it was written later. A rebuilt index may bring back evicted blocks. A
+which have key, layout and generation. Of two records with one key, the record with the higher
+generation is used, because it was written later. A rebuilt index may have evicted blocks again. A
 rebuilt index has no cleared blocks, because the identity file has the generation of the last clear,
 and no dropped blocks whose records `wait_forgotten` has erased. Without the identity file no index
-is rebuilt, because only that file proves that the records belong to the store. No payload is ever
+is rebuilt, because only this file proves that the records belong to the store. No payload is ever
 changed. Sealed records can be verified only with their key. Without the key, only headers are
 checked and no index is rebuilt.
 
@@ -64,8 +64,8 @@ def check_store(
     scan_timeout_seconds: float = 600.0,
 ) -> CheckResult:
     """Check all rows and records of the store at `path`. With `fix`, repair faults if possible.
-    Takes the store's lock. Raises TierConfigError if there is no store, if the store is in use or
-    cannot be read or written, or if `mac_key` is given but is not the store's key."""
+    Takes the store's lock. Raises TierConfigError for a missing store, for a store that is in use
+    or cannot be read or written, and for a `mac_key` that is not the store's key."""
     directory = StoreDirectory(Path(path), create=False)
     with closing(directory):
         result = CheckResult(directory.path, max_problems)
@@ -97,7 +97,7 @@ class _Check:
         self._scan_timeout_seconds = scan_timeout_seconds
         self._note = read_note(directory.path)
         self._identity = self._note.identity if self._note else None
-        self._plan: SpacePlan | None = None  # None while the size of a record is unknown
+        self._plan: SpacePlan | None = None  # None: the size of a record is unknown
         self._damage: IndexDamaged | None = None
 
     def scan_store(self) -> None:
@@ -162,8 +162,8 @@ class _Check:
         self.result.rebuilt_rows = len(rows)
 
     def _seal(self) -> Seal | None:
-        """Return the seal of this store's records. None if they have plain checksums, or if the key
-        or the identity is unknown. Raises TierConfigError for a key that is not the store's."""
+        """Return the seal of the store's records; None for records with plain checksums, or if the
+        key or the identity is unknown. Raises TierConfigError for a key that is not the store's."""
         if self._identity is None:
             return None  # the identity is unknown
         made_for, given = unpack(self._identity.namespace), self._mac_key
@@ -199,7 +199,7 @@ class _Check:
         """Read all rows. Return None if the index is missing or damaged."""
         folder = self._directory.index
         if not (folder / DATA_FILE).exists():
-            folder = fresh_folder(folder)  # a crash came between removing the old and renaming
+            folder = fresh_folder(folder)  # a crash came between removal and renaming
         if not (folder / DATA_FILE).exists():
             return None
         try:

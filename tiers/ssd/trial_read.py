@@ -20,10 +20,10 @@ TRIAL_BYTES = 16 * 1024**2
 def trial_read(
     slot_file: SlotFile, layout: BlockLayout, slots: Sequence[int], threads: int, seconds: float
 ) -> ReadSample | None:
-    """Read these slots and return the bytes and seconds of the read. No index, checksum or counter
-    is used. `threads` threads read runs of neighbouring slots, as loads do. The bytes are
-    discarded, so the store may write to the slots meanwhile. Waits at most `seconds` for the reads;
-    a read that hangs blocks only its own thread. None if a read fails or none ends in time."""
+    """Read `slots` and return the bytes and seconds of the read. No index, checksum or counter is
+    used. `threads` threads read runs of neighbouring slots, as loads do. The bytes are discarded,
+    so the store may write to the slots meanwhile. Waits at most `seconds` for the reads; a read
+    that hangs blocks only its own thread. None if a read fails or no read ends in time."""
     if not slots:
         return None
     trial = _Trial(slot_file, layout, sorted(slots))
@@ -59,7 +59,7 @@ class _Trial:
             return self._failed
 
     def prepare_run(self, run: range, scratch: Scratch) -> None:
-        """A read needs no preparation."""
+        """Do nothing: a read needs no preparation."""
 
     def start(self, run: range, scratch: Scratch, disk: DiskQueue, number: int) -> None:
         if self._stopped:

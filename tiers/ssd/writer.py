@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The threads that store blocks: they evict, start writes of records, and commit index rows.
+"""Writer: the threads that store blocks: they evict, start record writes, and commit index rows.
 
 The order of steps in a batch keeps the store consistent after a crash or a power cut at any time:
 
@@ -18,28 +18,28 @@ Batches that were written during the sync and commit of another batch are commit
 flush waits in the disk's queue behind running writes, and one flush is enough for all of them.
 
 A second thread syncs and commits, so that the first thread can begin a new batch at once. A caller
-submits its next batch when its last batch has ended. A single thread would then still commit other
-batches, and the disk would have nothing to write meanwhile.
+submits its next batch when its last batch has ended; a single thread would still be committing
+other batches at this time, and the disk would have no writes.
 
-The order of steps holds although batches overlap, for these reasons:
+The order of steps is kept although batches overlap, for these reasons:
 - Only the first thread allocates slots. A slot becomes free when the commit that removed its row
   has returned, and belongs to its batch until that batch has ended. So no row on the disk and no
   reader refers to a slot that is being written.
-- While the second thread syncs and commits, the first thread does not sync, commit or erase. It
-  only begins batches for which enough slots are free.
+- While the second thread syncs and commits, the first thread does not sync, commit or erase. The
+  first thread then only begins batches for which enough slots are free.
 - The rows of a batch are committed only after a sync that began after all writes of the batch had
   returned. A sync that ran while a batch was still being written does not count for this batch.
-- The kernel reports a failed sync only once, and data that was being written at that time may be
+- The kernel reports a failed sync only once, and data that was being written at the time may be
   lost too. So all running batches fail together with the batches that were synced.
 
 A store that is not `durable` (`--kv-offload-ssd-durability async`) differs in one point: a `store`
-call ends, and look-ups find the blocks, when step 2 has written them. Syncs and commits follow for
-many batches at once, in the order of steps 1 to 3. So a power cut or a kill may lose blocks of the
-last `SYNC_SECONDS` (`OfferedBlocks`), but leaves no row without a record.
+call ends, and look-ups find the blocks, when step 2 has written the blocks. Syncs and commits
+follow for many batches at once, in the order of steps 1 to 3. So a power cut or a kill may lose
+blocks of the last `SYNC_SECONDS` (`OfferedBlocks`), but leaves no row without a record.
 
-Look-ups miss a forgotten block at once, but forgetting becomes durable later: `wait_forgotten`
-returns when the rows and records of dropped blocks are erased and a clear is written to the disk.
-"""
+Look-ups miss a removed block at once, but the removal becomes durable later: `wait_forgotten`
+returns when the rows and records of dropped blocks are erased and a clear is written to the
+disk."""
 
 from __future__ import annotations
 
@@ -64,19 +64,19 @@ from .state import Job, StoreState
 
 log = logging.getLogger(__name__)
 
-# Sync and commit of a batch take no measurable time beside its writing, except on a fast disk,
-# where several batches share them. Larger batches would all end at the same time: a disk of 6 GB/s
-# was then idle until the next batches came.
+# Sync and commit of a batch add no measurable time to its writes, except on a fast disk, where
+# several batches share a sync and a commit. Larger batches would all end at the same time: a disk
+# of 6 GB/s was idle until the next batches began.
 BATCH_BYTES = 32 * 1024**2
-BATCH_BLOCKS = 512  # of small blocks, so that the lock is not held for long
-BATCHES_IN_FLIGHT = 6  # batches between their first write and their commit
-IDLE_SECONDS = 10.0  # after which the last uses are written without other rows
+BATCH_BLOCKS = 512  # limit for small blocks, so that the lock is held briefly
+BATCHES_IN_FLIGHT = 6  # batches between first write and commit
+IDLE_SECONDS = 10.0  # time after which last uses are written without other rows
 
-_PAUSE_SECONDS = 1.0  # after an unexpected exception
+_PAUSE_SECONDS = 1.0  # pause after an unexpected exception
 
 
 class Writer:
-    """Owns the queue of writes and both threads. The module's docstring explains `durable`."""
+    """The queue of writes, and its two threads. The module's docstring explains `durable`."""
 
     def __init__(
         self,
@@ -94,19 +94,19 @@ class Writer:
         self.queue = WriteQueue()
         self._state = state
         self._durable = durable
-        self._offered = OfferedBlocks()  # always empty where the store is durable
+        self._offered = OfferedBlocks()  # always empty in a durable store
         self._rows = RowWriter(state, index_file, self._offered)
-        # Unique over all openings of the store: epoch in the upper half, count of writes below.
+        # Unique over all openings: the epoch in the upper half, a count of writes in the lower.
         self._generation = epoch << EPOCH_SHIFT
-        self._cleared_up_to = self._noted = cleared_up_to  # in memory; on the disk
+        self._cleared_up_to = self._noted = cleared_up_to  # value in memory, value on the disk
         self._note_cleared = note_cleared
         self._forget_other_formats = forget_other_formats
         self._promises: list[_Promise] = []
         self._is_over = False
         self._batch_blocks = max(1, min(BATCH_BYTES // state.layout.page_bytes, BATCH_BLOCKS))
-        # Batches that were begun and not settled, the oldest first; changed under the lock.
+        # Begun batches that are not settled, the oldest first; changed under the lock.
         self._flying: deque[Batch] = deque()
-        self._is_ending = False  # set by the first thread, taken back by the second one
+        self._is_ending = False  # set by the first thread, reset by the second
         self._to_end: SimpleQueue[bool] = SimpleQueue()  # False ends the second thread
         self._failed_syncs = 0
         self._last_end = time.monotonic()
@@ -121,7 +121,7 @@ class Writer:
         try:
             self._ender.start()
             self._thread.start()
-        except RuntimeError:  # the system gives no more threads
+        except RuntimeError:  # no more threads can be started
             self._to_end.put(False)
             self._records.close(time.monotonic() + GRACE_SECONDS)
             raise
@@ -134,12 +134,12 @@ class Writer:
         self._work.notify()
 
     def wake(self) -> None:
-        """Wake the first thread, so that it removes rows. Called under the lock."""
+        """Wake the first thread, which then removes rows. Called under the lock."""
         self._woken = True
         self._work.notify()
 
     def clear(self) -> None:
-        """Forget all blocks, also after a restart. Called under the lock, after the index did."""
+        """Remove all blocks durably. Called under the lock, after the index was cleared."""
         self.queue.cancel_all()
         self._cleared_up_to = self._generation
         self.wake()
@@ -159,15 +159,15 @@ class Writer:
         return promise.ended.wait(timeout_seconds) and promise.is_kept
 
     def close(self, deadline: float) -> bool:
-        """Write queued blocks until `deadline` (monotonic) and abandon the rest. Return False if a
-        thread is still blocked in the kernel; the files must then stay open. A later call writes no
-        more blocks, because the first call ends the threads."""
+        """Write queued blocks until `deadline` (monotonic) and abandon all others. Return False if
+        a thread is still blocked in the kernel; the files must then stay open. A later call writes
+        no more blocks, because the first call ends the threads."""
         with self._state.lock:
             self._stop_at = deadline if self._stop_at is None else min(self._stop_at, deadline)
             self.wake()
         self._thread.join(max(0.0, deadline - time.monotonic()))
         with self._state.lock:
-            self._work.notify()  # blocks still queued are abandoned
+            self._work.notify()  # queued blocks are abandoned
         end = max(deadline, time.monotonic()) + GRACE_SECONDS
         self._thread.join(end - time.monotonic())
         self._ender.join(max(0.0, end - time.monotonic()))
@@ -179,10 +179,10 @@ class Writer:
             pass
         self._to_end.put(False)
         stop_at = self._stop_at or 0.0
-        # The second thread is idle now, unless an unexpected exception ended the loop meanwhile.
+        # The second thread is idle now, unless an unexpected exception ended the loop.
         self._ender.join(max(0.0, stop_at - time.monotonic()) + GRACE_SECONDS)
         last_ones: list[Callable[[], None]] = [self._abandon_queue]
-        if not self._ender.is_alive():  # one thread at a time uses the index
+        if not self._ender.is_alive():  # only one thread may use the index
             last_ones += [self._commit_offered, lambda: self._rows.write_last_uses(stop_at)]
         for last in last_ones:
             try:
@@ -206,7 +206,7 @@ class Writer:
         return True
 
     def _run_commit_thread(self) -> None:
-        """Run the second thread: sync and commit batches when the first thread requests it."""
+        """Run the second thread: sync and commit batches at each request of the first thread."""
         while self._to_end.get():
             try:
                 self._end_written()
@@ -218,11 +218,11 @@ class Writer:
                 self._work.notify()
 
     def _advance_batches(self) -> bool:
-        """Begin the next batch or commit the oldest ones, whichever is possible first. Return False
-        after the last batch. On return, only running batches refer to buffers."""
+        """Begin the next batch or commit the oldest batches, whichever is possible first. Return
+        False after the last batch. On return, only running batches refer to buffers."""
         writes, is_closing = self._next_writes()
         if self._is_late():
-            self._abandon_queue()  # also while the disk holds the second thread
+            self._abandon_queue()  # even while the disk blocks the second thread
         if self._is_ending:
             if writes:
                 self._submit_batch(writes)
@@ -244,7 +244,7 @@ class Writer:
         return True
 
     def _next_writes(self) -> tuple[list[Write], bool]:
-        """Wait for work. Return the blocks to write, and whether the store closes after them."""
+        """Wait for work. Return the blocks to write, and whether the store then closes."""
         with self._state.lock:
             self._work.wait_for(self._has_work, self._max_wait_seconds())
             writes = self.queue.pop_writes(self._batch_blocks) if self._can_begin() else []
@@ -276,18 +276,18 @@ class Writer:
         return self._stop_at is not None and time.monotonic() >= self._stop_at
 
     def _max_wait_seconds(self) -> float:
-        """Seconds to wait for a call before last uses or offered blocks must be committed."""
+        """Return the seconds to wait for work before last uses or offered blocks are due."""
         if self._durable or not self._offered:
             return IDLE_SECONDS
         return self._offered.seconds_left()
 
     def _submit_batch(self, writes: list[Write]) -> None:
-        """Assign slots to blocks and write them. Their buffers are in use until the batch ends."""
+        """Assign slots to blocks and write them. Buffers are in use until the batch ends."""
         batch = Batch(writes, time.monotonic())
         try:
             batch.placed = self._assign_slots(writes)
             if not batch.placed and self._is_late():
-                self._abandon(writes)  # the earlier batches may never end
+                self._abandon(writes)  # earlier batches may never end
                 return
             batch.failed_syncs = self._failed_syncs
             self._records.start(batch)
@@ -297,15 +297,15 @@ class Writer:
             self._flying.append(batch)
 
     def _assign_slots(self, writes: Sequence[Write]) -> list[Placed]:
-        """Assign free slots to the blocks of a batch, evicting other blocks if needed. The last
-        blocks get none if slots are short. After the deadline of `close`, no block gets a slot."""
-        with self._state.lock:  # so that a clear comes before or after the batch
+        """Assign free slots to the blocks of a batch, evicting other blocks if needed. If slots are
+        short, the last get none. After the deadline of `close`, no block gets a slot."""
+        with self._state.lock:  # so that a clear is before or after the whole batch
             wanted = [write for write in writes if not write.dropped]
             generations = range(self._generation + 1, self._generation + 1 + len(wanted))
             self._generation += len(wanted)
         slots = self._take_slots(len(wanted))
         while len(slots) < len(wanted) and self._flying:
-            # The blocks to evict may be in the batches under way, which cannot be evicted yet.
+            # The blocks to evict may be in batches under way, which cannot be evicted yet.
             with self._state.lock:
                 self._state.index.give_back(slots)
                 self._work.wait_for(lambda: not self._flying[0].blocks_left or self._is_late())
@@ -320,7 +320,7 @@ class Writer:
 
     def _take_slots(self, count: int) -> list[int]:
         """Take up to `count` slots, ascending, evicting blocks if needed. Rows of evicted blocks
-        are removed at once only if too few slots are free; else the next commit removes them."""
+        are removed at once only if too few slots are free, else with the next commit."""
         index = self._state.index
         with self._state.lock:
             self._state.stats.evicted_blocks += index.make_room(count)
@@ -344,8 +344,8 @@ class Writer:
             self._complete_batch(batch, blocks)
 
     def _keep(self, batches: Sequence[Batch]) -> list[list[Placed]]:
-        """Sync and commit batches, or postpone that if not `durable`. Return each batch's blocks to
-        publish: all that were written, or none if sync or commit fails."""
+        """Sync and commit batches; if not `durable`, postpone sync and commit. Return each batch's
+        blocks to publish: all written blocks, or no blocks if sync or commit fails."""
         nothing: list[list[Placed]] = [[] for _ in batches]
         written = [
             [batch.placed[position] for position in sorted(batch.written)]
@@ -357,7 +357,7 @@ class Writer:
             for blocks in written:
                 self._offered.add([entry for _, entry in blocks])
             return written
-        # The newest batch first, each head first: the order of last use in rows.
+        # The newest batch first, each head first, which becomes the order of last use in rows.
         entries = [entry for blocks in reversed(written) for _, entry in blocks]
         if not self._sync(entries):
             return nothing
@@ -367,8 +367,8 @@ class Writer:
         return written
 
     def _doubt(self, batches: Sequence[Batch], entries: Sequence[Entry]) -> None:
-        """Do not free the slots of entries whose commit failed. Their rows may be on the disk, so
-        the slots are free only after these rows are removed."""
+        """Keep the slots of entries whose commit failed. Their rows may be on the disk, so the
+        slots are free only after these rows are removed."""
         with self._state.lock:
             self._state.index.keep_leaving(entries)
             self._woken = True
@@ -376,7 +376,7 @@ class Writer:
             batch.unsure.update(entry.slot for entry in entries)
 
     def _sync(self, entries: Sequence[Entry]) -> bool:
-        """Flush written records. Return False on failure: their state is then unknown."""
+        """Flush written records. Return False on failure, after which their state is unknown."""
         try:
             if entries:
                 self._state.slot_file.sync()
@@ -387,7 +387,7 @@ class Writer:
         return True
 
     def _commit_offered(self) -> None:
-        """Sync and commit `_offered`, or forget it on failure. A durable store has none."""
+        """Sync and commit the blocks in `_offered`, or drop them on failure."""
         entries = self._offered.drain_entries()
         if not entries or (self._sync(entries) and self._rows.commit(entries)):
             return
@@ -397,7 +397,7 @@ class Writer:
             self._woken = True
 
     def _tidy(self) -> None:
-        """Remove rows of evicted and dropped blocks and write last uses, when no write waits."""
+        """Remove rows of evicted and dropped blocks and write last uses, while no write waits."""
         self._rows.remove_leaving()
         if self._durable or not self._offered:
             self._rows.commit([])
@@ -428,8 +428,8 @@ class Writer:
                 self._end_promises(due, is_kept=is_kept)
 
     def _forget_rows_and_records(self) -> bool:
-        """Remove the rows and records of dropped blocks, so that a rebuilt index lacks them too.
-        False if the disk fails. Cleared blocks need no removal."""
+        """Remove the rows and records of dropped blocks, so that a rebuilt index lacks these blocks
+        too. Return False if the disk fails. Cleared blocks need no removal."""
         index = self._state.index
         with self._state.lock:
             has_rows = index.has_leaving_after(self._noted)
@@ -456,13 +456,13 @@ class Writer:
             promise.ended.set()
 
     def _complete_batch(self, batch: Batch, kept: Sequence[Placed]) -> None:
-        """Publish the kept blocks in the index and end the calls that waited for the batch."""
+        """Publish the `kept` blocks in the index and end the calls that waited for the batch."""
         stats = self._state.stats
         with self._state.lock:
             self._flying.popleft()
             try:
                 self._publish(batch, kept)
-            except Exception:  # the calls that wait must end after any error
+            except Exception:  # waiting calls must end after any error
                 log.exception("blocks that were written cannot be offered")
                 kept = []
             ids = {id(write) for write, _ in kept}
@@ -478,7 +478,7 @@ class Writer:
         index, stats = self._state.index, self._state.stats
         index.publish([entry for _, entry in kept])
         for write, entry in batch.placed:
-            # Forgotten while it was written: if it is not kept, its record may be on the disk.
+            # Removed during its write: if the block was not kept, its record may be on disk.
             if write.dropped and not index.remove_entry(entry, by_name=True):
                 index.note_dropped(entry)
             self._woken |= write.dropped
@@ -509,5 +509,5 @@ class _Promise:
     """A running call of `wait_forgotten`."""
 
     ended: threading.Event = field(default_factory=threading.Event)
-    batches: list[Batch] | None = None  # under way at the call; they may hold dropped blocks
+    batches: list[Batch] | None = None  # under way at the call, perhaps with dropped blocks
     is_kept: bool = False

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores for tests: one in memory, and one in which chosen calls fail, stall or report misses."""
+"""Stores for tests: one in memory, and one whose calls can fail, stall or report misses."""

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from ..errors import TierConfigError
 
 CALLS = ("lookup", "load", "store", "drop")
-BATCHES = ("load", "store")  # calls with a future, which can be late
-# kind -> the calls that it applies to.
+BATCHES = ("load", "store")  # calls whose future can be late
+# Kind of fault → the calls to which the kind applies.
 KINDS = {
     "error": CALLS,
     "every": CALLS,
@@ -48,7 +48,7 @@ _DELAYS = [
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A kind of fault for a kind of call. `value` is a probability; for `every` a number of calls;
-    for `delay` seconds: the least if `upper` is set, the mean if `exponential`, else exact."""
+    for `delay` the exact seconds, or the least if `upper` is set, or the mean if `exponential`."""
 
     call: str
     kind: str
@@ -59,12 +59,12 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """A plan of faults. It has at most one rule for each call and kind of fault."""
+    """A plan of faults, with at most one rule for each call and kind of fault."""
 
     rules: tuple[Rule, ...] = ()
 
     def find_rule(self, call: str, kind: str) -> Rule | None:
-        """The rule of this kind for this call, if there is one."""
+        """Return the rule of this kind for this call, or None."""
         for rule in self.rules:
             if rule.call == call and rule.kind == kind:
                 return rule

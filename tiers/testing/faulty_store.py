@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store that fails on purpose: wraps any store and adds seeded faults, for tests and drills.
+"""FaultyStore: a wrapper of any store that adds seeded faults, for tests and drills.
 
 A drill checks that a broken tier causes misses and nothing else. So the wrapper keeps the contract
 of `StoreTier`: a HIT still means the exact bytes, and buffers are used only until the future ends.
-`fault_plan.py` lists the kinds of faults. Damage to bytes on a disk is not among them."""
+`fault_plan.py` lists the kinds of faults, which do not include damage to bytes on a disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .fault_plan import BATCHES, CALLS, MAX_DELAY_SECONDS, FaultPlan, parse_faul
 MAX_SEED = 2**63 - 1
 _SEED = "seed="
 
-REORDER_SECONDS = 0.1  # the longest time that a completion is held back
+REORDER_SECONDS = 0.1  # the longest time for which a completion is held back
 
 _T = TypeVar("_T")
 
@@ -36,20 +36,20 @@ class InjectedFault(TierError):
 
 
 class _Batch(Generic[_T]):
-    """A load or store with its faults, from the call to the end of its future."""
+    """A load or store with chosen faults, from the call to the end of the future."""
 
     def __init__(self, call: str, count: int, chosen: list[int], nothing: _T) -> None:
         self.call = call
-        self.chosen = chosen  # positions that are passed on; the others are answered `nothing`
+        self.chosen = chosen  # positions passed on; others get the answer `nothing`
         self.fails = False
         self.stands_back = False
-        self.part: Future[list[_T]] | None = None  # the inner call, after it has begun
+        self.part: Future[list[_T]] | None = None  # the inner call, once begun
         self.future: Future[list[_T]] = Future()
         self.future.set_running_or_notify_cancel()
         self._answers = [nothing] * count
 
     def resolve_future(self) -> None:
-        """End the future as the inner call ended."""
+        """End the future with the result or error of the inner call."""
         assert self.part is not None
         error = self.part.exception(timeout=0)
         if error is not None:
@@ -61,20 +61,20 @@ class _Batch(Generic[_T]):
 
 
 class FaultyStore(ForwardingStore):
-    """Wraps the store `inner` and adds the faults of `plan`, which may be replaced at any time.
-    Thread-safe. `close` closes `inner` too. The same seed and calls give the same faults. Counts
-    each fault in `stats().errors`, as `injected_<call>_<kind>`."""
+    """The store `inner` with the faults of `plan`, which may be replaced at any time. Thread-safe.
+    `close` closes `inner` too. The same seed and calls give the same faults. `stats().errors`
+    counts each fault as `injected_<call>_<kind>`."""
 
     def __init__(self, inner: StoreTier, plan: FaultPlan, *, seed: int = 0) -> None:
         super().__init__(inner.name, inner.layout, inner)
         self.plan = plan
         self._random = random.Random(seed)  # noqa: S311 - chooses faults, keeps no secret
-        self._lock = threading.Lock()  # guards everything below
+        self._lock = threading.Lock()  # guards the next fields
         self._calls = dict.fromkeys(CALLS, 0)
         self._counts: dict[str, int] = {}
         self._open: set[_Batch[Any]] = set()
         self._standing_back: dict[str, list[_Batch[Any]]] = {call: [] for call in BATCHES}
-        self._due: list[tuple[float, int, Callable[[], None]]] = []  # a heap
+        self._due: list[tuple[float, int, Callable[[], None]]] = []  # a heap by time
         self._num_delayed = 0
         self._closed = False
         self._alarm = Alarm(self._run_due)
@@ -137,7 +137,7 @@ class FaultyStore(ForwardingStore):
         self._alarm.close()
         self.inner.close(timeout_seconds)
         with self._lock:
-            # While the inner call goes on, the buffers are still in use.
+            # While the inner call runs, the buffers are in use.
             ended = [b for b in self._open if b.part is None or b.part.done()]
             self._open.difference_update(ended)
         for batch in ended:
@@ -217,7 +217,7 @@ class FaultyStore(ForwardingStore):
             batch.resolve_future()
 
     def _claim_batch(self, batch: _Batch[Any]) -> bool:
-        """Remove an open batch. True for the first caller, which ends the batch's future."""
+        """Remove an open batch. Return True to the first caller, which ends the batch's future."""
         with self._lock:
             known = batch in self._open
             self._open.discard(batch)
@@ -238,10 +238,10 @@ class FaultyStore(ForwardingStore):
                 action = heapq.heappop(self._due)[2]
             action()
 
-    # The methods below are called under the lock, since they use the random generator and count.
+    # The next methods are called under the lock, since they use the random generator and count.
 
     def _fails(self, call: str) -> bool:
-        """Count a call. Return whether the plan makes it fail."""
+        """Count a call. Return whether the plan makes the call fail."""
         self._calls[call] += 1
         every = self.plan.find_rule(call, "every")
         if every is not None and self._calls[call] % int(every.value) == 0:
@@ -257,7 +257,7 @@ class FaultyStore(ForwardingStore):
         return True
 
     def _choose(self, call: str, count: int) -> list[int]:
-        """The positions of a batch that are passed on to the inner store."""
+        """Return the positions of a batch that are passed on to the inner store."""
         missing = self._choose_missing(call, count)
         length = count
         if count and self._happens(call, "partial"):
@@ -289,10 +289,10 @@ class FaultyStore(ForwardingStore):
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """The faults of a running engine: the plan of each tier that fails.
+    """The faults of a running engine: a plan for each tier that must fail.
 
-    In its text form a rule of `fault_plan.py` may begin with the name of its tier, and one item may
-    be the seed of the choice of faults:
+    In the text form of a drill, a rule of `fault_plan.py` may begin with the name of a tier, and
+    one item may be the seed of the random choice of faults:
 
         load:error=0.1                       every tier below the slab
         ssd:load:delay=0.2,net:store:hang=1  one fault in each of two tiers
@@ -302,7 +302,7 @@ class Drill:
     seed: int = 0
 
     def wrap(self, store: StoreTier) -> StoreTier:
-        """Wrap the store in a FaultyStore with its plan, or return it as it is without a plan."""
+        """Wrap a store in a FaultyStore with its plan; return a store without a plan unchanged."""
         plan = self.plans.get(store.name)
         return store if plan is None else FaultyStore(store, plan, seed=self.seed)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store in a dict: the simplest tier that keeps the whole contract of `StoreTier`.
+"""MemoryStore: blocks in a dict, the simplest tier that keeps the whole contract of `StoreTier`.
 
-It is the test double of every tier below the slab, and therefore in the package: `fault` makes the
-calls that a test chooses slow, busy or broken. Its only threads are the timers of delays."""
+MemoryStore is the test double of every tier below the slab, and therefore in the package: `fault`
+makes the calls that a test chooses slow, busy or broken. The only threads are timers of delays."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ..policies.lru import LruPolicy
 from ..settings.sizes import show_size
 from ..tag import Proof, Proofs, Tagger, payload_digest
 
-# Called with "lookup", "load", "store" or "drop" and the keys, before anything happens. It may
-# raise a TierError, which the call raises, or return a delay in seconds, after which a load or
-# store takes place as a whole.
+# A function called with "lookup", "load", "store" or "drop" and the keys, before the call takes
+# effect. The function may raise a TierError, which the call raises, or return a delay in seconds,
+# after which a load or store takes effect as a whole.
 Fault = Callable[[str, Sequence[bytes]], float | None]
 
 _T = TypeVar("_T")
 
 
 class MemoryStore(StoreTier):
-    """Keeps blocks as bytes, and evicts the least recently used block. Thread-safe."""
+    """A store of blocks as bytes, which evicts the least recently used block. Thread-safe."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class MemoryStore(StoreTier):
         self._blocks: dict[bytes, tuple[bytes, Proof]] = {}
         self._tagger = Tagger(layout.layout_id(), layout.page_bytes)
         self._policy = LruPolicy()
-        self._pending: dict[bytes, int] = {}  # delayed stores of each key
+        self._pending: dict[bytes, int] = {}  # number of delayed stores by key
         self._delayed: dict[Future[Any], threading.Timer] = {}
         self._stats = TierStats(
             capacity_bytes=capacity_bytes, capacity_blocks=self._capacity_blocks
@@ -139,7 +139,7 @@ class MemoryStore(StoreTier):
                 )
 
     def _complete(self, delay: float, work: Callable[[], _T]) -> Future[_T]:
-        """Return a future of `work`'s result: complete now, or after `delay` seconds."""
+        """Return a future with the result of `work`, complete now or after `delay` seconds."""
         future: Future[_T] = Future()
         future.set_running_or_notify_cancel()
         if not delay:
@@ -153,7 +153,7 @@ class MemoryStore(StoreTier):
         return future
 
     def _finish(self, future: Future[_T], work: Callable[[], _T]) -> None:
-        """Run delayed work, under the lock, so that `close` cannot abandon a call half done."""
+        """Run delayed work, under the lock, so that `close` cannot abandon a half-done call."""
         with self._lock:
             if self._delayed.pop(future, None) is None:
                 return

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions to send and receive blocks on a socket. A block is a payload with a trailer. Payloads
-are hashed while their bytes are in the CPU cache. If the compiled library is available, one call
+"""Functions to send and receive blocks on a socket, each as a payload with a trailer. Payloads are
+hashed while their bytes are in the CPU cache. If the compiled library is available, one call
 receives and hashes all blocks of a batch, and one call sends a batch."""
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ..native.native_library import LEAST_BYTES
 from ..tag import Hashed
 from .sockets import Connection
 
-# Bytes received or copied between two updates of the hash; they fit a core's cache.
+# The bytes received or copied between two updates of the hash, which fit a core's cache.
 PART_BYTES = 256 * 1024
-SEND_BYTES = 16 * 1024**2  # gathered for one system call
+SEND_BYTES = 16 * 1024**2  # bytes gathered for one system call
 
 
 def receive_blocks(
@@ -27,9 +27,9 @@ def receive_blocks(
     deadline: float,
     arrived: list[tuple[bytes, Any]],
 ) -> None:
-    """Fill `payloads`, which have equal lengths. The trailer and hasher of each payload that was
-    received whole are appended to `arrived`, even if a later payload fails. The hashers are
-    `keyed_hashers`, or if that is None, hashers of the plain digest. Raises ConnectionLost."""
+    """Fill `payloads`, which have equal lengths. The trailer and hasher of each completely received
+    payload are appended to `arrived`, even if a later payload fails. The hashers are
+    `keyed_hashers`, or, if None, hashers of the plain digest. Raises ConnectionLost."""
     if not payloads:
         return
     if keyed_hashers is None and connection.can_digest and payloads[0].nbytes >= LEAST_BYTES:
@@ -53,7 +53,7 @@ def _receive_block(
     for start in range(0, payload.nbytes, PART_BYTES):
         part = payload[start : start + PART_BYTES]
         left -= part.nbytes
-        # Reading the trailer with the last part saves one system call.
+        # The trailer is read with the last part, which saves one system call.
         connection.receive_all([part] if left else [part, memoryview(trailer)], deadline)
         hasher.update(part)
     return bytes(trailer)

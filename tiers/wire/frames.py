@@ -22,8 +22,8 @@ A proof has a tag, which the storing engine made, and the payload's digest (`tie
 server checks digests and keeps tags unchanged; a client checks the tag of each loaded block.
 
 All integers are little-endian. PIN, UNPIN, RESERVE and COMMIT work on Unix sockets only. A client
-may send a request before the last reply has come; replies come in the order of requests. The server
-closes the connection after any other message."""
+may send a request before the last reply has arrived; replies are sent in the order of requests. The
+server closes the connection after any other message."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from ..block import KEY_BYTES, cut_keys
 from ..tag import PROOF_BYTES
 
 MAGIC = b"STRKVDAT"
-VERSION = 2  # version 1 had no tags of the storing engine
+VERSION = 2  # version 1 had no tags from the storing engine
 TICKET_BYTES = 32
 BOOT_ID_BYTES = 16
 SLOT_BYTES = 4
-MAX_KEYS = 4096  # of one look-up
-MAX_BLOCKS = 256  # of one request that moves, pins or reserves blocks
+MAX_KEYS = 4096  # the most keys of one look-up
+MAX_BLOCKS = 256  # the most blocks of a request that moves, pins or reserves
 MAX_LEASE_SECONDS = 60.0
 NO_PROOF = bytes(PROOF_BYTES)
 
@@ -86,12 +86,12 @@ class Status(IntEnum):
     """The outcome of a request or a greeting. Only a reply with OK has block states."""
 
     OK = 0
-    BAD_TICKET = 1  # unknown, used or expired; the connection ends
+    BAD_TICKET = 1  # an unknown, used or expired ticket; the connection ends
     BAD_VERSION = 2  # the server has another protocol version; the connection ends
-    BAD_REQUEST = 3  # not a message of this protocol; the connection ends
-    BUSY = 4  # too much work at once; ask again later
+    BAD_REQUEST = 3  # no message of this protocol; the connection ends
+    BUSY = 4  # too much work at once; the client may try again later
     DRAINING = 5  # the server is shutting down; the connection ends
-    NO_LEASE = 6  # the lease has ended, or never existed
+    NO_LEASE = 6  # the lease has ended or never existed
     INTERNAL = 7
 
 
@@ -192,8 +192,8 @@ def unpack_keys(packed: bytes, most: int = MAX_KEYS) -> list[bytes]:
 
 
 def part_blocks(page_bytes: int, num_slots: int, most_bytes: int = _PART_BYTES) -> int:
-    """The number of blocks to pin or reserve at a time. The blocks have about `most_bytes`, so that
-    a round trip or a seek overlaps with a transfer. They take at most an eighth of the tenant
+    """Return the number of blocks to pin or reserve at a time: blocks of about `most_bytes`, so
+    that a round trip or a seek overlaps with a transfer, and at most an eighth of the tenant
     store's slots, so that slots stay free for blocks from the disk."""
     return max(1, min(most_bytes // page_bytes, num_slots // _PART_SHARE))
 

@@ -18,24 +18,24 @@ class Limits:
 
     # gRPC
     max_message_bytes: int = 4 * MIB
-    max_connections: int = 1024  # including strangers: connections without valid credentials yet
+    max_connections: int = 1024  # strangers (no valid credentials yet) included
     max_strangers: int = 256
     max_strangers_per_address: int = 64
-    stranger_seconds: float = 10.0  # the time for a stranger to send a call with valid credentials
-    max_calls: int = 512  # running at once, over all connections, including watchers
+    stranger_seconds: float = 10.0  # time for a stranger to send a valid call
+    max_calls: int = 512  # running at once on all connections, watchers included
     max_streams_per_connection: int = 128
-    max_bytes_in_flight: int = 256 * MIB  # of blocks that gRPC streams are sending or receiving
-    stall_seconds: float = 5.0  # a stream ends after so long without a piece in or out
+    max_bytes_in_flight: int = 256 * MIB  # blocks being sent or received by gRPC
+    stall_seconds: float = 5.0  # a stream without a piece for so long is ended
     max_watchers: int = 64
-    max_queued_keys: int = 65536  # of one watcher, queued but not yet sent
+    max_queued_keys: int = 65536  # keys queued for one watcher and not yet sent
     max_watched_keys: int = (
-        131072  # of a tenant store: blocks reported as stored, and looked up again at intervals
+        131072  # per tenant store: blocks reported as stored, and looked up again at intervals
     )
-    max_leases: int = 1024  # of one tenant, by gRPC
-    max_tickets: int = 256  # of one tenant, not yet used
+    max_leases: int = 1024  # of one tenant's gRPC calls
+    max_tickets: int = 256  # unused tickets of one tenant
     ticket_seconds: float = 10.0
-    call_seconds: float = 30.0  # of one call, even if its client set a later deadline
-    keepalive_seconds: float = 30.0  # silence after which the server pings a client
+    call_seconds: float = 30.0  # longest call, even if its client set a later deadline
+    keepalive_seconds: float = 30.0  # silence before the server pings a client
     keepalive_timeout_seconds: float = 10.0
     min_ping_seconds: float = 5.0  # clients that ping more often are cut off
     # The data connection and the Unix socket
@@ -46,7 +46,7 @@ class Limits:
     # Tenant stores
     max_slots: int = (
         4 * 1024**2
-    )  # of a tenant store; each takes some hundred bytes beside its block
+    )  # per tenant store; a slot takes some hundred bytes besides its block
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -12,7 +12,7 @@ from ..errors import TierConfigError
 
 LARGEST_PORT = 65535
 _OWN = "localhost"
-_NO_HOST = frozenset(b"@/?#\\")  # they separate other parts of a URL
+_NO_HOST = frozenset(b"@/?#\\")  # characters that separate other parts of a URL
 
 
 def is_loopback(host: str) -> bool:
@@ -22,11 +22,11 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # a name, which may resolve to any address
+        return False  # a name may resolve to any address
 
 
 def host_in(header: bytes) -> str:
-    """The name in the HTTP header Host, in lower case and without the port; empty if invalid."""
+    """Return the name in the HTTP header Host, in lower case, without the port; "" if invalid."""
     if not _NO_HOST.isdisjoint(header):
         return ""
     try:
@@ -36,8 +36,8 @@ def host_in(header: bytes) -> str:
 
 
 def is_no_foreign_name(host: str) -> bool:
-    """Whether `host` is an IP address, localhost or a name below localhost. No attacker can make
-    such a name resolve to this server (DNS rebinding)."""
+    """Whether `host` is an IP address, localhost or a name below localhost. An attacker cannot use
+    an IP address or localhost for DNS rebinding."""
     if host == _OWN or host.endswith(f".{_OWN}"):
         return True
     try:
@@ -76,12 +76,12 @@ def check_metrics_exposure(host: str, *, exposed: bool) -> None:
 
 
 def host_port(host: str, port: int) -> str:
-    """The text `host:port` that grpc expects, with brackets around an IPv6 address."""
+    """Return the text `host:port` that grpc expects, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_free(host: str, port: int, flag: str) -> None:
-    """Check a listen address. Raises TierConfigError if no server can listen on it now."""
+    """Check a listen address. Raises TierConfigError if no server can listen there now."""
     if not 0 <= port <= LARGEST_PORT:
         raise TierConfigError(f"{flag} takes a port from 0 to {LARGEST_PORT}, not {port}")
     try:

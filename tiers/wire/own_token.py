@@ -5,9 +5,9 @@
     $XDG_CACHE_HOME/stratakv/cache-server-PORT.token        ~/.cache where that is not set
 
 At each start the server writes a new token, with mode 0600, to the first of these paths that it can
-write. If the file vanishes (a logout empties $XDG_RUNTIME_DIR), the server writes it again. The
-server removes the file when it ends. The token in the file of a killed server is not valid. A
-client reads the first of these files that exists."""
+write. If the file vanishes (a logout empties $XDG_RUNTIME_DIR), the server writes the file again.
+The server removes the file when it ends. The token in the file of a killed server is not valid. A
+client reads the first file that exists at these paths."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def leave_token(port: int, token: str) -> Path:
             why.append(f"{path}: {error.strerror}")
             continue
         for other in _folders():
-            if other != folder:  # left by a server that was killed
+            if other != folder:  # left by a killed server
                 with suppress(OSError):
                     (other / _name(port)).unlink()
         return path
@@ -48,19 +48,19 @@ def leave_token(port: int, token: str) -> Path:
 
 
 def take_away_token(path: Path, token: str) -> None:
-    """Remove the file if it still has this server's token. A token of another server stays."""
+    """Remove the token file if it still has `token`. The token of another server stays."""
     with suppress(OSError, TierConfigError):
         if _read(path) == token:
             path.unlink()
 
 
 def token_places(port: int) -> list[Path]:
-    """The paths where a client looks for a token of `port`, in order."""
+    """Return the paths at which a client looks for a token of `port`, in order."""
     return [folder / _name(port) for folder in _folders()]
 
 
 def find_token(port: int) -> str | None:
-    """The token for `port`, or None. Raises TierConfigError if others can use the file."""
+    """Return the token for `port`, or None. Raises TierConfigError if others can use the file."""
     for folder in _folders():
         try:
             return _read(folder / _name(port))
@@ -82,8 +82,8 @@ def _name(port: int) -> str:
 
 
 def _make_private(folder: Path) -> None:
-    """Make the folder. Raises OSError if that fails, or if other users can write to the folder."""
-    # Only the system makes the runtime directory in /run, so its parents are not made here.
+    """Make the folder. Raises OSError on failure, or if other users can write to the folder."""
+    # Only the system makes the runtime directory in /run, so parents in /run are not made here.
     folder.mkdir(mode=0o700, exist_ok=True, parents=not folder.is_relative_to("/run"))
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -105,7 +105,7 @@ def _write(path: Path, token: str) -> None:
 
 
 def _read(path: Path) -> str:
-    """Read a token. Raises OSError if there is no file, TierConfigError if others can access it."""
+    """Read a token. Raises OSError for a missing file, TierConfigError if others can access it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)

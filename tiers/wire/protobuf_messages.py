@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of layouts and block headers between protobuf messages and the types of the tiers.
-Client and server use it. An invalid message raises WireError. `read_layout` returns any valid
-layout, and its caller compares that layout with the expected one."""
+"""Conversion of layouts and block headers between protobuf messages and the types of the tiers. An
+invalid message raises WireError. `read_layout` returns any valid layout, which its caller compares
+with the expected layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def layout_message(layout: BlockLayout) -> LayoutMessage:
 
 
 def read_layout(message: LayoutMessage) -> BlockLayout:
-    """The layout in a message. Raises WireError for an invalid layout or another version."""
+    """Return the layout in a message. Raises WireError for an invalid layout or another version."""
     if message.layout_version != LAYOUT_VERSION:
         raise WireError(
             f"the layout has version {message.layout_version} and this side knows version "
@@ -63,8 +63,8 @@ def header_message(
 def read_header(
     message: HeaderMessage, layout_id: bytes, payload_bytes: int
 ) -> tuple[bytes, bytes, bytes]:
-    """The key, tag and payload digest in a block's header. Raises WireError for an invalid header,
-    and for a header with another layout id or number of bytes than expected."""
+    """Return key, tag and payload digest from a block's header. Raises WireError for an invalid
+    header, and for a header with another layout id or number of bytes than expected."""
     key = message.key
     if len(key.digest) != DIGEST_BYTES or not key.shard_rank < key.shard_count <= _LARGEST_UINT16:
         raise WireError("the header's key is none: see BlockKey in block.proto")

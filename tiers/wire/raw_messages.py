@@ -20,14 +20,14 @@ from .frames import State, WireError
 
 _PAYLOAD_TAG = 5 << 3 | 2
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-_GLANCE_FIELDS = 16  # a piece has five; the generated code decodes a message with more than 16
+_GLANCE_FIELDS = 16  # most fields decoded here; a normal piece has five
 _GLANCE_VARINT_BYTES = 10
 _LARGEST_STATE = max(State)
 
 
 @dataclass(slots=True)
 class Piece:
-    """A part of one block, or that a block is missing. Its fields are those of BlockPiece."""
+    """A part of one block, or the report that a block is missing, with the fields of BlockPiece."""
 
     index: int = 0
     state: State = State.MISS
@@ -38,7 +38,7 @@ class Piece:
 
 def encode_piece(piece: Piece) -> bytes:
     """Encode a piece. Copies the payload once."""
-    state = cast("BlockState", int(piece.state))  # the generated type is for checkers only
+    state = cast("BlockState", int(piece.state))  # the generated type is only for type checkers
     message = BlockPiece(index=piece.index, state=state, header=piece.header, offset=piece.offset)
     head: bytes = message.SerializeToString()
     payload = piece.payload
@@ -67,9 +67,8 @@ def decode_piece(raw: bytes) -> Piece:
 
 
 def _take_apart(raw: bytes) -> tuple[bytes, bytes | memoryview] | None:
-    """The other fields, joined, and the payload. None for a malformed message, and for one with
-    more fields or longer numbers than a piece needs; the generated code then decodes the
-    message."""
+    """Return the other fields, joined, and the payload. Return None for a malformed message, or one
+    with more fields or longer numbers than a piece needs, which the generated code then decodes."""
     view = memoryview(raw)
     others: list[memoryview] = []
     payload: bytes | memoryview = b""
@@ -92,7 +91,7 @@ def _take_apart(raw: bytes) -> tuple[bytes, bytes | memoryview] | None:
 
 
 def _content(raw: bytes, place: int, wire_type: int) -> tuple[int, int] | None:
-    """The start and end of a protobuf field's content; None for a group or a truncated field."""
+    """Return start and end of a protobuf field's content; None for a group or a truncated field."""
     if wire_type == _FIXED64:
         return place, place + 8
     if wire_type == _FIXED32:

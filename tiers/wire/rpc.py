@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gRPC handlers and stubs of the cache service, made from its protobuf descriptor.
 
-A servicer has one coroutine for each call, with a Python name (`OpenData` is `open_data`). The
-coroutine takes a request (or an iterator of requests) and grpc's context. It returns the response,
+A servicer has one coroutine for each call, with a Python name (`OpenData` is `open_data`). A
+coroutine takes a request (or an iterator of requests) and grpc's context, and returns the response
 or writes several responses with `context.write`. A stub has one attribute for each call, with the
 same name. On both sides `raw_messages.py` converts BlockPiece, and the generated code converts
 every other message.
 
 The server takes every request as a stream, even a request of a single message. Otherwise grpc would
-wait for that message before the server could check credentials and deadlines. A client without
-credentials could then keep calls open for ever.
+wait for the message before the server could check credentials and deadlines, and a client without
+credentials could keep calls open for ever.
 
-A request that cannot be decoded raises WireError in the servicer when it receives the request.
-Other modules check credentials and do the work of the calls."""
+A request that cannot be decoded raises WireError in the servicer that receives the request. Other
+modules check credentials and do the work of the calls."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _SERVICE = cache_service_pb2.DESCRIPTOR.services_by_name["CacheService"]
 SERVICE_NAME: str = _SERVICE.full_name
 _PIECE: str = cache_service_pb2.BlockPiece.DESCRIPTOR.full_name
 
-# Makes a context manager around a call from the call's path and grpc's context.
+# A function from a call's path and grpc's context to a context manager around the call.
 Around = Callable[[str, Any], AbstractAsyncContextManager[None]]
 
-# Channels ignore the proxies of the environment. A proxy would see the token of every call without
+# Channels ignore the proxies of the environment. A proxy would get the token of every call without
 # TLS, and could not reach servers on this machine. The second option turns off
 # GRPC_ADDRESS_HTTP_PROXY, which the first option does not cover.
 _NO_PROXY = (
@@ -52,8 +52,8 @@ _NO_PROXY = (
 class Method:
     """The names, message classes and streaming kind of one call."""
 
-    name: str  # in the proto file
-    attribute: str  # in Python
+    name: str  # the name in the proto file
+    attribute: str  # the name in Python
     path: str
     request_class: type[Message]
     response_class: type[Message]
@@ -62,7 +62,7 @@ class Method:
 
     @property
     def kind(self) -> str:
-        """The streaming kind as grpc's methods name it, such as `unary_stream`."""
+        """The streaming kind in the names of grpc's methods, such as `unary_stream`."""
         names = {True: "stream", False: "unary"}
         return f"{names[self.client_streaming]}_{names[self.server_streaming]}"
 
@@ -87,7 +87,7 @@ def make_channel(
     target: str, tls: Any = None, options: Sequence[tuple[str, int | str]] = ()
 ) -> Any:
     """Make a channel to `host:port` without proxy, which connects on its first call. All clients
-    use this function. `tls` are grpc's channel credentials, for which new files need a new
+    use this function. `tls` are grpc's channel credentials; new credential files need a new
     channel."""
     given = [*_NO_PROXY, *options]
     if tls is None:
@@ -96,7 +96,7 @@ def make_channel(
 
 
 class Stub:
-    """Offers an attribute for each call: `stub.lookup(LookupRequest(...), timeout=0.05)`."""
+    """A client with an attribute for each call: `stub.lookup(LookupRequest(...), timeout=0.05)`."""
 
     def __init__(self, channel: Any) -> None:
         for method in METHODS:
@@ -114,7 +114,7 @@ class Stub:
 
 
 def generic_handler(servicer: object, request_seconds: float) -> Any:
-    """Make grpc's handler. A request of a single message must come within `request_seconds`."""
+    """Make grpc's handler. A request of a single message must arrive within `request_seconds`."""
     handlers = {}
     for method in METHODS:
         behaviour = _checking(method, getattr(servicer, method.attribute), request_seconds)
@@ -135,7 +135,7 @@ def stream_handler(behaviour: Any, server_streaming: bool, **codec: Any) -> Any:
 
 
 async def only(requests: AsyncIterator[Any], seconds: float) -> Any:
-    """A request's only message. Raises TimeoutError after `seconds`, WireError if there is none."""
+    """Return a request's message. Raises TimeoutError after `seconds`, WireError without it."""
     async with asyncio.timeout(seconds):
         async for request in requests:
             return request
@@ -154,7 +154,7 @@ def wrapped(handler: Any, path: str, around: Around) -> Any:
         async with around(path, context):
             if not inspect.isasyncgenfunction(inner):
                 return await inner(request, context)
-            # Write the responses of another library's generator here, so that `around` covers them.
+            # Responses of a generator are written here, so that `around` covers them.
             async with aclosing(inner(request, context)) as responses:
                 async for response in responses:
                     await context.write(response)
@@ -169,7 +169,7 @@ def wrapped(handler: Any, path: str, around: Around) -> Any:
 
 
 def _checking(method: Method, behaviour: Any, request_seconds: float) -> Any:
-    """Wrap `behaviour` so that it raises the errors which `_lenient` returned."""
+    """Wrap `behaviour` so that the errors that `_lenient` returned are raised."""
 
     async def of_one(requests: Any, context: Any) -> Any:
         return await behaviour(_good(await only(requests, request_seconds)), context)
@@ -206,8 +206,8 @@ def _deserializer(message_class: type[Message]) -> Callable[[bytes], Any]:
 
 
 def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Make a deserializer that returns a WireError for invalid bytes. If it raised the error, grpc
-    would report an internal error, although the client caused it."""
+    """Make a deserializer that returns a WireError for invalid bytes. For a raised error, grpc
+    would report an internal error, although the client caused the error."""
 
     def read(raw: bytes) -> Any:
         try:

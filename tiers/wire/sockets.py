@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connection: a connected socket with deadlines. It receives exact lengths and sends whole buffers,
-without copies. On a plain socket the kernel waits for the whole length (`MSG_WAITALL`), and one
-call sends many buffers; TLS moves records of 16 KiB. A call ends at its deadline, even if the peer
-is slow."""
+"""Connection: a connected socket with deadlines, which receives exact lengths and sends whole
+buffers, without copies. On a plain socket the kernel waits for the whole length (`MSG_WAITALL`),
+and one call sends many buffers; TLS moves records of 16 KiB. A call ends at its deadline, even if
+the peer is slow."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ..native.native_library import (
 
 _TIMEVAL = struct.Struct("ll")
 _LEAST_SECONDS = 0.001  # a timeout of zero would not wait
-_MOST_BUFFERS = 256  # of one sendmsg; the kernel takes 1,024
+_MOST_BUFFERS = 256  # of one sendmsg; the kernel's limit is 1,024
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
 class ConnectionLost(Exception):
-    """The peer is gone or too slow. The connection cannot be used any more."""
+    """The peer is gone or too slow, so that the connection cannot be used any more."""
 
 
 class Connection:
@@ -39,7 +39,7 @@ class Connection:
     def __init__(self, sock: socket.socket | ssl.SSLSocket) -> None:
         self._sock = sock
         self._is_tls = isinstance(sock, ssl.SSLSocket)
-        self._plain: socket.socket = sock  # typed without SSLSocket, which has no sendmsg
+        self._plain: socket.socket = sock  # not an SSLSocket, which has no sendmsg
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -58,7 +58,7 @@ class Connection:
 
     def receive_all(self, views: list[memoryview], deadline: float) -> None:
         """Receive bytes until all views are full, in order. Empties the list `views`."""
-        _drop(views, 0)  # an empty view needs no wait
+        _drop(views, 0)  # drop empty views, which need no wait
         while views:
             self._set_timeout(deadline, socket.SO_RCVTIMEO)
             try:
@@ -76,7 +76,7 @@ class Connection:
 
     @property
     def can_digest(self) -> bool:
-        """Whether the next four methods work: the library is there, and there is no TLS."""
+        """Whether the next four methods work, which need the library and a socket without TLS."""
         return not self._is_tls and has_digests()
 
     def receive_and_digest(
@@ -87,11 +87,11 @@ class Connection:
         arrived: list[tuple[bytes, bytes]],
     ) -> None:
         """Fill payloads of one length, LEAST_BYTES or more, in one call. Append trailer and digest
-        of each whole payload to `arrived`, even if a later payload fails."""
+        of each complete payload to `arrived`, even if a later one fails."""
         came = receive_and_digest(self._sock.fileno(), payloads, trailer_bytes, deadline)
         arrived += zip(came.trailers, came.digests, strict=True)
         if came.lost is not None:
-            # A variable with the error would keep this frame and views of buffers alive.
+            # The error is in no variable, which would keep this frame and views of buffers alive.
             raise _lost(came.lost, "sent")
 
     def receive_named(
@@ -121,7 +121,7 @@ class Connection:
         deadline: float,
     ) -> list[int]:
         """Send payloads of one length, LEAST_BYTES or more, each followed by its tag and digest
-        (see `native_library.send_proven`). Returns the positions of payloads whose digest differs
+        (see `native_library.send_proven`). Return the positions of payloads whose digest differs
         from `digests`. The payloads must be writable."""
         try:
             return send_proven(self._sock.fileno(), payloads, names, digests, deadline)
@@ -146,8 +146,8 @@ class Connection:
                 _drop(views, sent)
 
     def wait_readable(self, deadline: float, also: int | None = None) -> bool:
-        """Wait until data comes, the peer closes the connection, the descriptor `also` is readable
-        or the deadline passes. Return True in the first two cases."""
+        """Wait until data arrives, the peer closes the connection, the descriptor `also` is
+        readable or the deadline passes. Return True for data and for a closed connection."""
         if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
             return True
         poll = select.poll()
@@ -185,7 +185,7 @@ class Connection:
             raise _lost(error, "took") from error
 
     def abort(self) -> None:
-        """Make this call and every later one raise ConnectionLost. Any thread may call it."""
+        """Make running and later calls raise ConnectionLost. Any thread may call this method."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -224,7 +224,7 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
     for number, (family, kind, protocol, _, address) in enumerate(infos, 1):
         sock = socket.socket(family, kind, protocol)
         try:
-            # Each address gets a share of the time: if one drops packets, the next still has time.
+            # Each address gets a share of the time, in case an address drops packets.
             left = max(_LEAST_SECONDS, deadline - time.monotonic())
             sock.settimeout(left / (len(infos) - number + 1))
             sock.connect(address)
@@ -247,8 +247,8 @@ def _drop(views: list[memoryview], size: int) -> None:
 
 
 def _is_early(error: OSError, deadline: float) -> bool:
-    """Whether a call timed out too early. The kernel counts timeouts in ticks of up to 10 ms, and
-    the first tick may end at once."""
+    """Whether a call timed out too early. The kernel counts timeouts in ticks of up to 10 ms, the
+    first of which may end at once."""
     return isinstance(error, BlockingIOError) and time.monotonic() < deadline
 
 

@@ -17,9 +17,9 @@ import grpc
 from ..errors import InvalidBlock, TierBusy, TierClosed, TierConfigError, TierError
 from .frames import WireError
 
-REASON_KEY = "stratakv-reason"  # of the trailing metadata
+REASON_KEY = "stratakv-reason"  # key in the trailing metadata
 WRONG_LAYOUT = "layout"
-# Reasons that do not go away by waiting. An engine that gets one at its start should not start.
+# Permanent reasons of failure, with which an engine should not start.
 REFUSALS = (WRONG_LAYOUT, "unauthenticated", "version", "invalid")
 _MESSAGE_CHARACTERS = 500
 
@@ -31,7 +31,7 @@ class ServiceError(TierError):
 
 
 class Unauthenticated(ServiceError):
-    """The call has no credentials that the server knows."""
+    """The call has no valid credentials."""
 
 
 class WrongLayout(ServiceError):
@@ -55,7 +55,7 @@ class TooMuch(ServiceError):
 
 
 class NoMemory(ServiceError):
-    """The host lacks the memory that the tenant's settings ask for."""
+    """The host lacks the memory that the tenant's settings require."""
 
 
 class NoDisk(ServiceError):
@@ -63,19 +63,19 @@ class NoDisk(ServiceError):
 
 
 class ReadOnly(ServiceError):
-    """The server only loads blocks; it neither stores nor deletes them."""
+    """The server only loads blocks, and neither stores nor deletes blocks."""
 
 
 class TooLate(ServiceError):
-    """The call's deadline, or the server's own, has passed."""
+    """The deadline of the call, or the server's deadline, has passed."""
 
 
 class Retry(Enum):
     """The client's next step after a failed call."""
 
-    LATER = "later"  # back off, then the same again
-    ATTACH = "attach"  # attach first, then the same again
-    TICKET = "ticket"  # take a new ticket or lease, then the same again
+    LATER = "later"  # the same call again, after a pause
+    ATTACH = "attach"  # attach, then the same call again
+    TICKET = "ticket"  # get a new ticket or lease, then the same call again
     RARELY = "rarely"  # an operator has to change a setting; try again at long intervals
     NEVER = "never"  # the same call will fail again
 
@@ -104,7 +104,7 @@ class _Row:
     cure: str
 
 
-# The row of an error is the first row whose class the error is an instance of.
+# The first row with a class of which an error is an instance is the error's row.
 TABLE = (
     _Row(Unauthenticated, Code.UNAUTHENTICATED, "unauthenticated", Retry.RARELY,
          "send a known token as `authorization: Bearer ...`, or a client certificate"),
@@ -165,7 +165,7 @@ _BY_REASON = {row.reason: Verdict(row.reason, row.retry) for row in reversed(TAB
 
 
 def ending_of(error: BaseException) -> Ending:
-    """The ending of a call that raised `error`. The text of an unexpected error is left out."""
+    """Return the ending of a call that raised `error`. An unexpected error's text is left out."""
     row = next(row for row in TABLE if isinstance(error, row.error))
     says_nothing = row.error in (Exception, OSError, MemoryError)
     what = f"the server failed ({row.reason})" if says_nothing else str(error)
@@ -174,7 +174,7 @@ def ending_of(error: BaseException) -> Ending:
 
 
 def verdict_of(error: Any) -> Verdict:
-    """The verdict on a grpc.RpcError, from its reason in the metadata or else its status code."""
+    """Return the verdict on a grpc.RpcError, by the reason in its metadata or its status code."""
     for key, value in error.trailing_metadata() or ():
         if key == REASON_KEY and value in _BY_REASON:
             return _BY_REASON[value]

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 class Checkpoint(StoredTensors):
     """The open shards (weight files) of a model, read to `device` without an extra copy. Tensors
-    stay valid after the checkpoint is closed, because the file mapping lives as long as they do."""
+    stay valid after the checkpoint is closed, because each tensor keeps the file mapping open."""
 
     def __init__(
         self,

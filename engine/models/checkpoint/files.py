@@ -3,7 +3,7 @@
 
 Without these checks a reader would wait for ever on a named pipe. A reader would also treat a
 symbolic link to a deleted file (from a half-cleared download cache) like an absent optional file,
-and show a traceback for an unreadable file. The checks raise ConfigError in these cases."""
+and show a traceback for an unreadable file. The checks raise ConfigError for all three."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ def _mode(path: Path) -> int | None:
             f"{one_line(str(path))} cannot be looked at ({error.strerror}); mend that or give "
             "another"
         ) from error
-    except ValueError as error:  # a zero byte, or half of a surrogate pair
+    except ValueError as error:  # the path has a zero byte, or half of a surrogate pair
         raise ConfigError(f"{one_line(str(path))} can be no path ({error}); correct it") from error

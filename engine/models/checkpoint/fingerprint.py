@@ -5,8 +5,8 @@
 
 `spec` has the fields of the `ModelSpec`, `config` is the digest of config.json, and `weights` has
 the name and digest of each safetensors file, in the order of `find_shards`. Each digest covers a
-whole file (see `tiers/identity`). So copies have the same fingerprint, and a difference of one byte
-in these files gives another one. This module does not read tensors."""
+whole file (see `tiers/identity`). So copies of a model have the same fingerprint, and a change of
+one byte in one of these files gives another fingerprint. No tensors are read."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from .files import is_there
 from .shards import find_shards
 
 CONFIG = "config.json"
-MAX_HEADER_BYTES = 100 * 1000 * 1000  # the limit of the format
+MAX_HEADER_BYTES = 100 * 1000 * 1000  # the limit of the safetensors format
 
-# Fields of the specification without an effect on K and V: end tokens and the form of the weights.
-# The digest of config.json still includes them.
+# Fields of `ModelSpec` without an effect on K and V: the ids of end and begin tokens, and the form
+# of the weights. The fingerprint covers them only through the digest of config.json.
 _NOT_NUMBERS = ("eos_token_ids", "bos_token_id", "stored_dtype", "is_text_part")
 _U64 = struct.Struct("<Q")
 
@@ -54,8 +54,8 @@ class ModelFiles:
         progress: Progress | None = None,
     ) -> ModelFiles:
         """Hash the files whose digests are not in `cache` (default: the user's cache of digests).
-        `random_for` is a text that describes random weights and all that decides them; with it, no
-        weight file is read. Raises ConfigError for a directory that cannot be read."""
+        `random_for`, if given, describes random weights and everything that determines them; no
+        weight file is then read. Raises ConfigError for a directory that cannot be read."""
         spec = spec or load_model_spec(path)
         paths = [path / CONFIG]
         if random_for is None:
@@ -82,8 +82,8 @@ def fingerprint(path: Path, spec: ModelSpec | None = None, *, random_for: str | 
 
 
 def _fields(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a spec that are not None, as a dict. Absent fields are left out, so that
-    a field added to `ModelSpec` later does not change the fingerprints of models that lack it."""
+    """Return the fields of a spec that are not None, as a dict. Without the None fields, a new
+    field of `ModelSpec` does not change the fingerprints of models that do not use the field."""
     fields = dataclasses.asdict(spec)
     return {
         name: value
@@ -93,8 +93,8 @@ def _fields(spec: ModelSpec) -> dict[str, Any]:
 
 
 def check_headers(path: Path) -> tuple[Path, ...]:
-    """Return the weight files under `path`. Raise ConfigError if a file is missing, or if its
-    header shows that it is cut off."""
+    """Return the weight files under `path`. Raise ConfigError if a file is missing, or if a file's
+    header shows that the file is cut off."""
     files = find_shards(path).files
     for file in files:
         _check_header(file)
@@ -102,8 +102,8 @@ def check_headers(path: Path) -> tuple[Path, ...]:
 
 
 def _check_header(path: Path) -> None:
-    """Raise ConfigError if the header of a safetensors file shows that the file is cut off. This
-    check runs before the file is hashed."""
+    """Raise ConfigError if the header of a safetensors file shows that the file is cut off. The
+    header is checked before the whole file is hashed."""
     is_there(path)
     try:
         size = path.stat().st_size

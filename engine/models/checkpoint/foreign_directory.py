@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ....tiers.settings.format import format_name, format_value
 
-_MOST_NAMES = 2000  # most entries of a directory that are read
+_MOST_NAMES = 2000  # how many entries of a directory are read at most
 _MOST_BYTES = 64 * 1024
 CHECKPOINT = "checkpoint-"
 
@@ -24,7 +24,7 @@ def explain_no_config(path: Path) -> str:
 
 
 def explain_no_weights(path: Path) -> str:
-    """Explain in which other form a directory with config.json holds its weights, if it has no
+    """Return a text that names the form of the weights in a directory that has config.json but no
     safetensors files. The text is empty if the form is unknown."""
     names = sorted(_names(path))
     if "adapter_config.json" in names:

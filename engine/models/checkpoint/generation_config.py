@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampling parameters that a model's authors recommend, from its generation_config.json.
 
-Only the numeric keys that a request may set too are read from the file. `do_sample: false` in the
-file does not make the server sample greedily, since exporters write it for every model. The front
-end decides whether a recommended value applies to a request. This module does not import torch."""
+Only numeric keys that a request may have too are read from the file. `do_sample: false` in the file
+does not make the server sample greedily, since exporters write it for every model. The front end
+decides whether a recommended value applies to a request. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _READERS: Mapping[str, Callable[[JsonFields, str], float | int]] = {
 
 
 def load_default_sampling(path: Path) -> dict[str, float | int]:
-    """Read the recommended values from the model directory `path`, by Hugging Face's names. The
-    result is empty if the file does not exist. Raises ConfigError, with file and key, for a value
-    that a request may not have."""
+    """Read the recommended values from the model directory `path`, as a dict by Hugging Face's
+    names. The dict is empty if generation_config.json does not exist. Raises ConfigError, with file
+    and key, for a value that a request may not have."""
     if not is_there(path / GENERATION_CONFIG):
         return {}
     fields = read_json(path / GENERATION_CONFIG)

@@ -2,11 +2,11 @@
 """Models that are named by their id on the Hugging Face Hub, read from the local cache or
 downloaded into it.
 
-`huggingface_hub` does the work, so the cache is shared with other programs. The library's
-environment variables apply: HF_HOME and HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE. Only
-files that the engine reads are downloaded, which a fixed list or the index of the weights names;
-never code or pickled weights. Weights are downloaded last, so a directory with weights is complete.
-An interrupted download continues at the next start."""
+`huggingface_hub` manages the cache, so other programs share it. The library's environment variables
+apply: HF_HOME and HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE. Only files in a fixed list
+or in the index of the weights are downloaded, never code or pickled weights. Weights are downloaded
+last, so a directory with weights is complete. An interrupted download continues at the next
+start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .shards import INDEX_FILE, SINGLE_FILE, find_shards, read_weight_map
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
-# Downloaded between config.json, which comes first, and the weights, which come last.
+# Files that are downloaded after config.json and before the weights.
 _SMALL_FILES = (
     GENERATION_CONFIG, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja",
@@ -35,14 +35,14 @@ _ANSWER_SECONDS = 10.0
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a text has the form of a model id, `org/model`; such a text may also be a path."""
+    """Whether a text has the form `org/model` of a model id; a path may have this form too."""
     return _ID.fullmatch(text) is not None
 
 
 def fetch_model(repo_id: str, revision: str = "", *, needs_weights: bool = True) -> Path:
-    """Return the directory of a model: from the cache, without any request to the Hub, or
-    downloaded with a progress bar on standard error. The directory has the weights. Without
-    `needs_weights`, it may have only the configuration.
+    """Return the directory of a model. A model in the cache needs no request to the Hub; another
+    model is downloaded with a progress bar on standard error. The directory has the weights;
+    without `needs_weights`, the directory may have only the configuration.
 
     Raises ConfigError with a remedy if the model cannot be downloaded."""
     revision = revision or _MAIN
@@ -56,7 +56,7 @@ def fetch_model(repo_id: str, revision: str = "", *, needs_weights: bool = True)
     try:
         return _download(repo_id, revision, needs_weights=needs_weights)
     except _Unreachable as error:
-        # The tokenizer may be missing: programs that need none leave such directories.
+        # The tokenizer may be missing: programs that need no tokenizer do not download it.
         if cached is not None and _has_weights(cached):
             return cached
         raise ConfigError(str(error)) from error
@@ -83,7 +83,7 @@ def _is_whole(folder: Path) -> bool:
 def _has_weights(folder: Path) -> bool:
     try:
         return bool(find_shards(folder).files)
-    except ConfigError:  # an index without its files, or a link to a missing file
+    except ConfigError:  # a weight file of the index is missing, or a link is broken
         return False
 
 
@@ -99,7 +99,7 @@ def _download(repo_id: str, revision: str, *, needs_weights: bool) -> Path:
         with _explained(repo_id, revision):
             return Path(hf_hub_download(repo_id, name, revision=at))
 
-    # By the caller's name of the revision, so that the cache finds it without a network.
+    # `revision` is used unresolved, so that the cache finds it later without a network.
     folder = take(CONFIG, revision).parent
     commit = folder.name
     small = _SMALL_FILES if needs_weights else (GENERATION_CONFIG,)
@@ -181,7 +181,7 @@ def _explained(repo_id: str, revision: str) -> Iterator[None]:
         why = "is not asked, since HF_HUB_OFFLINE is set"
         why = why if constants.HF_HUB_OFFLINE else f"cannot be reached ({_reason(error)})"
         raise _Unreachable(_offline(repo_id, at, why)) from error
-    except Exception as error:  # from the HTTP library, which depends on the version
+    except Exception as error:  # of the HTTP library, which depends on huggingface_hub's version
         why = f"could not be read from to the end ({_reason(error)})"
         raise _Unreachable(_offline(repo_id, at, why)) from error
 

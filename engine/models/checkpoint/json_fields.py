@@ -16,7 +16,7 @@ from ....tiers.settings.values import ConfigError
 from .files import is_there
 
 MAX_CONFIG_BYTES = 1024**2
-MAX_COUNT = 2**24  # no dimension, id or length of a known model comes near it
+MAX_COUNT = 2**24  # far above the dimensions, ids and lengths of known models
 
 _MISSING = object()
 
@@ -50,7 +50,7 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> JsonFields:
 
 class JsonFields:
     """A JSON object with the name of the file from which it was read. A null counts as an absent
-    key, since Hugging Face's files have both."""
+    key, since Hugging Face's files write null for a missing value."""
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self.values = values

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random weights instead of a checkpoint's, with the same names and shapes."""
+"""Random weights that replace a checkpoint's weights, with the same names and shapes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _OF_STATES = (STATE_CONV, STATE_DECAY, STATE_NORM, STATE_SKIP, STATE_TIME_BIAS)
 
 class RandomTensors:
     """Random weights for benchmarks and trials, made on the device and read with the same methods
-    as a checkpoint's. With random weights, a directory needs only a config.json.
+    as the weights of a checkpoint. With random weights, a directory needs only a config.json.
 
     The numbers depend on the order in which tensors are read. Each start on the same kind of device
-    makes the same random weights, so blocks in the tiers stay valid. Other kinds of devices make
-    other weights."""
+    makes the same random weights, so blocks in the tiers stay valid. Different kinds of devices
+    make different weights."""
 
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, norm: float = 1.0
@@ -44,7 +44,7 @@ class RandomTensors:
         return made.normal_(0.0, SPREAD, generator=self._generator)
 
     def _read_of_state(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Make the tensors of layers that carry a state, like the start values of training: a
+        """Make a tensor of a layer that carries a state, with values as at the start of training: a
         different decay rate for each head, short time steps, small convolution weights."""
         made = torch.empty(shape, dtype=torch.float32, device=self.device)
         if name.endswith((STATE_NORM, STATE_SKIP)):

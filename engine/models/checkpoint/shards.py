@@ -20,14 +20,14 @@ INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 * 1024**2
 
 
-# Rotary frequencies: older exports store or name them, but the configuration determines them.
+# Rotary frequencies, stored in older exports; ignored, since config.json determines them.
 DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The weight files, by name. `weight_map` (tensor name → file) exists only if there are several
-    files."""
+    """The weight files of a model by file name. `weight_map` (tensor name → file) exists only for a
+    model with several weight files."""
 
     files: tuple[Path, ...]
     weight_map: dict[str, Path] | None

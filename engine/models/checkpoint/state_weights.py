@@ -38,21 +38,21 @@ class StateWeights:
     in_bias: Tensor | None
     conv: Tensor  # [channels, 1, width]
     conv_bias: Tensor | None
-    # For a recurrence: the bias of time steps and the decay, `-exp(A_log)`, both [heads], and the
-    # norm of the output.
+    # For a layer with a recurrence: the bias of time steps, the decay `-exp(A_log)`, both [heads],
+    # and the weights of the output's norm.
     dt_bias: Tensor | None = None
     decay: Tensor | None = None
     norm: Tensor | None = None
     skip: Tensor | None = None  # [heads]: D of Mamba-2
-    # For Mamba-2: factors of its gate and its time steps, and of an output without a norm.
+    # For Mamba-2: factors of the gate, of time steps, and of the output of a layer without a norm.
     gate_factor: float = 1.0
     time_factor: float = 1.0
     output_factor: float = 1.0
 
     def multiply(self, factors: Multipliers, spec: StateSpec) -> None:
-        """Multiply the weights of Mamba-2 by the constant factors of the model family. Convolution
-        and norm are computed in float32 or wider, so their weights may become float32 or wider
-        too."""
+        """Multiply the weights of Mamba-2 by the constant factors of the model family. The weights
+        of convolution and norm may become float32 or wider, since convolution and norm are computed
+        in float32 or wider."""
         gate, x, b, c, self.time_factor = factors.state_inputs
         self.gate_factor = gate
         shared = spec.num_groups * spec.state_size

@@ -19,7 +19,7 @@ from ....tiers.settings.values import ConfigError
 from .shards import DERIVED, INDEX_FILE, find_shards
 
 FLOAT_TYPES = ("F64", "F32", "BF16", "F16")
-# A head of reward training that checkpoints may still have; text generation does not use it.
+# The value head of reward training, which some checkpoints have; text generation does not use it.
 _VALUE_HEAD = "v_head."
 _QUANTISED = (".qweight", ".qzeros")
 
@@ -40,9 +40,9 @@ class StoredTensors:
         name if a file is missing or damaged, or lacks a tensor that the index file lists."""
         self.path = path
         self._opened_as = {"framework": framework, "device": device}
-        self._where: dict[str, Any] = {}  # name here → its open file
-        self._stored: dict[str, str] = {}  # name here → stored name
-        self._file_of: dict[str, Path] = {}  # name here → its file's path
+        self._where: dict[str, Any] = {}  # this project's name → open file
+        self._stored: dict[str, str] = {}  # this project's name → stored name
+        self._file_of: dict[str, Path] = {}  # this project's name → file path
         self._name_of = name_of
         self._stack = ExitStack()
         with ExitStack() as stack:
@@ -62,7 +62,7 @@ class StoredTensors:
 
     @property
     def tensor_names(self) -> list[str]:
-        """The names of the tensors in this project, without ignored tensors."""
+        """This project's names of the tensors, without ignored tensors."""
         return [
             name
             for name in self._where

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names and shapes of the tensors that a checkpoint must have according to its `ModelSpec`.
-This module needs no torch, so memory plans and error messages need none either."""
+This module does not import torch, so memory plans and error messages need no torch."""
 
 from __future__ import annotations
 
@@ -20,49 +20,48 @@ HEAD = "lm_head.weight"
 QUERY_NORM = "self_attn.q_norm.weight"
 KEY_NORM = "self_attn.k_norm.weight"
 ATTENTION_OUT = "self_attn.o_proj"
-# For families that join projections: queries, keys and values; gate and up.
+# Joined tensors of families with joined projections: queries, keys and values; gate and up.
 QKV = "self_attn.qkv_proj.weight"
 GATE_UP = "mlp.gate_up_proj.weight"
-# For a layer with experts: the router; all experts as one tensor `[experts, out, in]`, gate before
-# up; the matrices of one expert.
+# Tensors of a layer with experts: the router; all experts as one tensor `[experts, out, in]`, with
+# the rows of the gate before those of up; the matrices of one expert.
 ROUTER = "mlp.gate.weight"
 EXPERTS_GATE_UP = "mlp.experts.gate_up_proj"
 EXPERTS_DOWN = "mlp.experts.down_proj"
 EXPERT = "mlp.experts.{}.{}_proj.weight"
 SHARED = "mlp.shared_expert.{}_proj.weight"
 SHARED_GATE = "mlp.shared_expert_gate.weight"
-# For a layer that carries a state: the matrices into it and out of it, and its convolution.
+# Tensors of a layer that carries a state: its input matrix, its convolution, its output matrix.
 STATE_IN = "mixer.in_proj.weight"
 STATE_IN_BIAS = "mixer.in_proj.bias"
 STATE_CONV = "mixer.conv1d.weight"
 STATE_CONV_BIAS = "mixer.conv1d.bias"
 STATE_OUT = "mixer.out_proj"
-# And for its recurrence: the logarithm of the decay, the bias of time steps, the norm of the
-# output.
+# Tensors of a recurrence: the logarithm of the decay, the bias of time steps, the output's norm.
 STATE_DECAY = "mixer.A_log"
 STATE_TIME_BIAS = "mixer.dt_bias"
 STATE_NORM = "mixer.norm.weight"
-STATE_SKIP = "mixer.D"  # of Mamba-2
-# Instead of one matrix into such a layer: queries, keys, values and gate, then each head's scalars;
-# or all of these one by one.
+STATE_SKIP = "mixer.D"  # of Mamba-2 only
+# Separate input matrices of a layer that carries a state: `BY_GROUP` has one for queries, keys,
+# values and gate, and one for each head's scalars (beta, time step); `APART` has more.
 STATE_IN_PARTS = {
     Projections.BY_GROUP: ("mixer.in_proj_qkvz.weight", "mixer.in_proj_ba.weight"),
     Projections.APART: tuple(f"mixer.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
 }
-# For an EAGLE head: the matrix over an embedding and a hidden state.
+# The matrix of an EAGLE head that multiplies an embedding joined to a hidden state.
 FUSION = "fc.weight"
 FUSION_BIAS = "fc.bias"
 
 
-# For checkpoints with more than text, in two spellings: the prefix of the text part's names, and
-# the prefix here. The other parts are ignored.
+# For multimodal checkpoints: the stored prefixes of the text part's tensor names, and this
+# project's prefixes. Tensors of other parts are ignored.
 _TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
 }
-# Names in layers with experts: the names of other families, and the names here.
+# Parts of tensor names in layers with experts: as stored by some families, and in this project.
 _EXPERT_PARTS = (
     ("block_sparse_moe.gate.", "mlp.gate."),
     ("block_sparse_moe.router.layer.", "mlp.gate."),
@@ -97,7 +96,7 @@ def family_name(spec: ModelSpec, stored: str) -> str | None:
     name = plain_name(name)
     if family.experts is None:
         return name
-    # In a family with experts, a model without experts stores its MLP as the shared expert.
+    # In some families with experts, a model without experts stores its MLP as the shared expert.
     name = expert_name(name)
     return name if spec.experts is not None else name.replace(".mlp.shared_expert.", ".mlp.")
 
@@ -126,7 +125,7 @@ def expert_name(stored: str) -> str:
 
 def text_part_name(stored: str) -> str | None:
     """Map the stored name of a tensor in a multimodal checkpoint to its name in a text-only
-    checkpoint. Return None for a tensor that is not for text."""
+    checkpoint. Return None for a tensor outside the text part."""
     if stored.startswith(_OTHER_PARTS):
         return None
     for prefix, ours in _TEXT_PREFIXES.items():
@@ -137,7 +136,7 @@ def text_part_name(stored: str) -> str | None:
 
 def eagle_name(stored: str) -> str | None:
     """Map the stored name of a tensor in an EAGLE head to its name in this project. The result is
-    None for an embedding and an output matrix, because the head uses those of its model."""
+    None for an embedding and an output matrix, because a head uses those of its model."""
     name = plain_name(stored)
     if name in (EMBEDDING, HEAD):
         return None
@@ -160,9 +159,9 @@ def name_of(spec: ModelSpec) -> Callable[[str], str | None]:
 
 
 def expected_tensors(spec: ModelSpec, stored: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor that the checkpoint must have. If the output matrix is tied
-    to the embedding, it is included only if `stored` names it. A layer's experts are expected as
-    joined tensors, unless `stored` has separate tensors for each expert."""
+    """Return the shape of every tensor that the checkpoint must have. An output matrix that is tied
+    to the embedding is included only if `stored` names it. A layer's experts are expected as joined
+    tensors, unless `stored` has separate tensors for each expert."""
     if spec.is_eagle:
         return _eagle_tensors(spec, stored)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
@@ -256,7 +255,7 @@ def _attention_matrices(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     matrices: dict[str, tuple[int, ...]] = {ATTENTION_OUT: (hidden, queries)}
     if spec.family.joins_projections:
         return matrices | {QKV.removesuffix(".weight"): (queries + 2 * keys, hidden)}
-    # A gate has as many rows as the queries.
+    # The gate of an attention has as many rows as the queries.
     rows = {"q": queries * (2 if spec.family.gates_attention else 1), "k": keys, "v": keys}
     return matrices | {f"self_attn.{part}_proj": (rows[part], hidden) for part in rows}
 
@@ -325,8 +324,8 @@ def _shared_tensors(
 
 
 class NormNames(NamedTuple):
-    """The names of a layer's norms, in the order in which they are computed; None for a norm that
-    the layer lacks."""
+    """The names of a layer's norms, in the order in which they are computed; the name of a norm
+    that the layer lacks is None."""
 
     attention: str | None
     after_attention: str | None
@@ -336,9 +335,9 @@ class NormNames(NamedTuple):
 
 def norm_names(spec: ModelSpec, layer: int) -> NormNames:
     """Return the names of a layer's norms. In most families, `post_attention_layernorm` is the norm
-    before the MLP; in families with a norm after the attention, it is the norm after the attention.
-    The first layer of an EAGLE head has no norm before its attention. A layer that is only a mixer
-    or only an MLP has one norm."""
+    before the MLP; in families with a norm after the attention, it names that norm. The first layer
+    of an EAGLE head has no norm before its attention. A layer that is only a mixer or only an MLP
+    has one norm."""
     if spec.family.norms is Norms.SINGLE:
         name = "norm.weight"
         has_mixer = spec.has_mixer(layer)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weights of a decoder, read from tensors with Hugging Face's names and joined.
 
-Query, key and value matrices become one, so that a step makes one call instead of three and rotates
-queries and keys together. With `joins_gate`, an MLP's gate and up become one too, which saves a
-launch on a GPU. On the CPU they stay separate: a joined matrix measured no faster and needs a copy.
-"""
+Query, key and value matrices become one matrix, so that a step makes one call instead of three and
+rotates queries and keys together. With `joins_gate`, an MLP's gate and up matrices become one
+matrix too, which saves a kernel launch on a GPU. On the CPU gate and up stay separate: a joined
+matrix measured no faster and needs a copy."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class DenseWeights:
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    # Gate and up in one matrix; `gate` and `up` are then views of it. None: separate.
+    # Gate and up as one matrix, of which `gate` and `up` are views. None: the two are separate.
     gate_up: Tensor | None = None
     gate_up_bias: Tensor | None = None
 
@@ -97,7 +97,7 @@ class ExpertWeights:
     downs: Sequence[Tensor]
     shared: DenseWeights | None = None  # an expert that every token uses, times its gate
     shared_gate: Tensor | None = None  # [1, hidden]
-    # All experts in one tensor; the lists above are then views of it. None: separate.
+    # All experts in one tensor, of which the lists above are views. None: the experts are separate.
     gate_ups: Tensor | None = None  # [experts, 2 * size, hidden]
     all_downs: Tensor | None = None  # [experts, hidden, size]
 
@@ -122,8 +122,8 @@ class AttentionWeights:
 
     qkv: Tensor  # [(heads + 2 kv heads) * head_dim, hidden]: queries, keys, values
     qkv_bias: Tensor | None
-    # [heads + kv heads, head_dim]: weights for queries, then for keys. The norm is computed for
-    # each head, or over all query heads and over all key heads (`HeadNorms`).
+    # [heads + kv heads, head_dim]: weights for queries, then for keys. `HeadNorms` says whether a
+    # norm covers one head, or all query heads or all key heads together.
     head_norms: Tensor | None
     # [heads * head_dim, hidden]: the matrix of a gate that multiplies the attention's output.
     gate: Tensor | None = None
@@ -132,7 +132,7 @@ class AttentionWeights:
 
 @dataclass(slots=True)
 class ParallelWeights:
-    """Attention and state mixer side by side; the output matrix has their columns in this order."""
+    """Attention and state mixer side by side; their output matrix has columns in this order."""
 
     attention: AttentionWeights
     state: StateWeights
@@ -156,7 +156,7 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class DecoderWeights:
-    """The weights of a model. If they are tied, `head` and `embedding` are the same tensor."""
+    """The weights of a model. Tied weights: `head` and `embedding` are the same tensor."""
 
     embedding: Tensor  # [vocab, hidden]
     layers: list[LayerWeights]
@@ -261,7 +261,7 @@ def _load_layers(
     for index in range(spec.num_layers):
         layer = _load_layer(source, spec, dtype, index)
         if joins_gate and layer.mlp is not None:
-            layer.mlp.join_gate()  # before the next layer, so that few are in memory twice
+            layer.mlp.join_gate()  # here, so that only one layer is in memory twice
         layers.append(layer)
     return layers
 
@@ -292,8 +292,8 @@ def _load_layer(source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int)
 
 
 class LayerReader:
-    """Reads the tensors of one layer and makes the layer's weights from them. Matrices may have any
-    number of inputs: those of adapters have the ranks instead."""
+    """Reads the tensors of one layer and makes the layer's weights from them. A source may have
+    matrices with any number of columns: an adapter's have one for each rank."""
 
     def __init__(self, source: Source, spec: ModelSpec, dtype: torch.dtype, layer: int) -> None:
         self._source, self._spec, self._dtype, self._layer = source, spec, dtype, layer
@@ -350,7 +350,7 @@ class LayerReader:
         return total
 
     def _outs(self) -> dict[str, float]:
-        """Return the names of the mixers' output matrices, with the factors of their biases."""
+        """Return the name of each mixer's output matrix, with the factor of the matrix's bias."""
         outs: dict[str, float] = {}
         if self._spec.has_attention(self._layer):
             outs[ATTENTION_OUT] = self.factors.attention_out_bias
@@ -382,8 +382,8 @@ class LayerReader:
         return heads[:, 0].flatten(0, 1), heads[:, 1].flatten(0, 1)
 
     def qkv(self, kind: str) -> Tensor:
-        """Read queries, keys and values as one matrix. Rows are reordered, so that the rotation
-        pairs elements of a head's first and second half."""
+        """Read queries, keys and values as one matrix. Rows are reordered so that rotary positions
+        rotate element i of a head's first half with element i of its second half."""
         spec = self._spec
         if spec.family.joins_projections:
             whole = self.read(QKV)
@@ -420,7 +420,7 @@ class LayerReader:
         return self.experts() if self._spec.has_experts(self._layer) else self.dense()
 
     def state_in(self) -> Tensor:
-        """Read the matrix into a state mixer."""
+        """Read the input matrix of a state mixer."""
         assert self._spec.state is not None and self._spec.family.states is not None
         return read_state_in(self.read, self._spec.state, self._spec.family.states)
 

@@ -5,9 +5,9 @@
     forward   the fused rows, given as `Embeds`, through the layers ──► hidden states
     logits    the model's own output matrix, over these hidden states
 The head reads the model's last hidden state after the last norm, the input of `logits`, as heads in
-vLLM do. The head has no norm after its layers, and none before the attention of its first layer. It
-uses the model's embedding and output matrix, which are in memory once. A checkpoint of a head may
-have copies of these matrices that training did not change; the copies are not read."""
+vLLM do. The head has no norm after its layers, and no norm before the attention of its first layer.
+The head uses the model's embedding and output matrix, which are in memory once. Copies of these two
+matrices in the checkpoint of a head, which training did not change, are not read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .eagle_spec import check_fusion
 
 class EagleHead(Decoder):
     """An EAGLE head in memory; it uses the embedding and the output matrix of its model. The
-    constructor empties `weights.layers`, as that of `Decoder` does."""
+    constructor empties `weights.layers`, as the constructor of `Decoder` does."""
 
     def __init__(
         self,
@@ -82,5 +82,5 @@ class EagleHead(Decoder):
 
     def fuse(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         """Compute the input of the layers, `[tokens, hidden]`, from each token's embedding and the
-        hidden state `[tokens, hidden]` of the token before."""
+        hidden state `[tokens, hidden]` of the previous token."""
         return self._fusion(torch.cat((self.embed(token_ids), hidden), -1))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the config.json of an EAGLE head for a Llama model, in SafeAILab's and in vLLM's form.
+"""Reads the config.json of an EAGLE head for a Llama model, in SafeAILab's or in vLLM's form.
 
-A head has one or a few Llama layers over the hidden states of the model for which it drafts:
+A head has one or a few Llama layers, which read the hidden states of the model for which it drafts:
 
     embedding of a token ─┐
                           ├─► fc ─► layers ─► the model's own output matrix
     hidden state before ──┘
 
-A head has the hidden size and the vocabulary of its model. EAGLE-3 heads are rejected by an error
-that names them: they read hidden states of three layers and have their own vocabulary."""
+A head has the hidden size and the vocabulary of its model. An EAGLE-3 head raises an error that
+names EAGLE-3: such a head reads hidden states of three layers and has its own vocabulary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..model_spec import ModelSpec
 from ..spec.spec_parser import CONFIG, parse_model_spec
 
 _LLAMA = "LlamaForCausalLM"
-# Published heads often have the name of a Llama.
+# Published heads often have the architecture name of a Llama model.
 _ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle", "EAGLEModel")
 _MODEL_TYPE = "eagle"
 # Keys that occur only in the config.json of an EAGLE-3 head.
@@ -80,8 +80,8 @@ def check_head(model: ModelSource, head: ModelSource) -> None:
 
 
 def check_fusion(path: Path) -> None:
-    """Raise ConfigError if the weights under `path` lack the matrix `fc` of an EAGLE head, or have
-    that of an EAGLE-3 head."""
+    """Raise ConfigError if the weights under `path` have no matrix `fc`, or the `fc` of an EAGLE-3
+    head."""
     with StoredTensors(path, eagle_name) as stored:
         shape = stored.shape_of(FUSION)
     if shape is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a layer that adapters add to, by their names in a checkpoint."""
+"""The names, as in a checkpoint, of a layer's tensors that LoRA adapters can change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MLP_IN = (GATE_UP, "mlp.gate_proj.weight", "mlp.up_proj.weight")
 MLP_DOWN = ("mlp.down_proj.weight",)
 SHARED_IN = tuple(SHARED.format(part) for part in ("gate_up", "gate", "up"))
 SHARED_DOWN = (SHARED.format("down"),)
-# The tensors with the same input: what adapters add to them is one product.
+# Groups of tensors with the same input; an adapter's additions to a group are one product.
 WITH_ONE_INPUT = (
     QKV_IN, ATTENTION_RESULT, STATES_IN, STATE_RESULT, MLP_IN, MLP_DOWN, SHARED_IN, SHARED_DOWN,
 )  # fmt: skip
@@ -45,14 +45,15 @@ _OF_TARGETS = {
 
 
 def ranks_of(spec: ModelSpec, layer: int, max_rank: int) -> dict[Target, int]:
-    """Return the most ranks that an adapter can have in each product of a layer, experts apart."""
+    """Return the largest rank of an adapter in each product of a layer, except experts'
+    products."""
     names = layer_tensors(spec, layer)
     counts = {target: sum(each in names for each in group) for target, group in _OF_TARGETS.items()}
     return {target: max_rank * count for target, count in counts.items() if count}
 
 
 def adapted_tensors(spec: ModelSpec) -> set[str]:
-    """Return the names of all tensors that an adapter may add to."""
+    """Return the names of all tensors that an adapter may change."""
     return {
         in_layer(layer, name) for layer in range(spec.num_layers) for name in _of_layer(spec, layer)
     }

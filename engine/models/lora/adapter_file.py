@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdapterFile: the matrices of an adapter in PEFT's format, checked against a model.
+"""AdapterFile: the matrices of a LoRA adapter in PEFT's format, checked against a model.
 
-The file is read once, as bytes: what is hashed is what is computed with. The fingerprint covers
-everything that can change a token (names, scales, types, shapes, numbers) and nothing else: not the
-adapter's name, its folder, or the order of its target modules.
-"""
+The weight file is read once, so the fingerprint covers the same bytes that the model computes with.
+The fingerprint covers everything that can change a token (names, scales, types, shapes, numbers).
+The adapter's name, its folder and the order of its target modules do not change the fingerprint."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ MAX_FILE_BYTES = 16 << 30
 _FINGERPRINT = "stratakv.lora.1"
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
-# The wrapper of the first parameter where PEFT wraps two of one module, such as experts.
+# PEFT's suffix for the first of two wrapped parameters of one module, such as experts.
 _INNER = ".base_layer"
 _OTHER_TENSORS = (
     (".lora_embedding_", "an adapter of an embedding"),
@@ -48,7 +47,7 @@ _OTHER_TENSORS = (
 
 
 class Module(NamedTuple):
-    """The matrices of one module. Those of experts have a first axis for the expert."""
+    """The adapter matrices of one module; with experts, their first axis is the expert."""
 
     ins: Tensor  # [rank, in]
     outs: Tensor  # [out, rank]
@@ -57,17 +56,17 @@ class Module(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """The modules of an adapter, by the name of the tensor that each adds to."""
+    """The modules of an adapter, each by the name of the model tensor that the module changes."""
 
     modules: Mapping[str, Module]
     fingerprint: bytes  # 32 bytes
-    rank: int  # the largest
+    rank: int  # the largest rank of a module
     num_bytes: int
 
     @classmethod
     def read(cls, folder: Path, spec: ModelSpec, max_rank: int) -> AdapterFile:
         """Read the adapter in a folder. Raises ConfigError, which names the file and the item, if
-        it is not an adapter of this model, computes something else, or exceeds `max_rank`."""
+        the adapter does not fit the model, is no plain LoRA, or has a rank above `max_rank`."""
         config = read_peft_config(folder)
         stored = _load(folder)
         return _Reader(folder, spec, max_rank, config).read(stored)
@@ -101,14 +100,14 @@ def _load(folder: Path) -> dict[str, Tensor]:
 
 
 class _Reader:
-    """Checks the tensors of one adapter."""
+    """A check of the tensors of one adapter against the model."""
 
     def __init__(self, folder: Path, spec: ModelSpec, max_rank: int, config: PeftConfig) -> None:
         self._path, self._spec, self._config = folder / WEIGHTS_FILE, spec, config
         self._max_rank = max_rank
         self._name_of = name_of(spec)
         self._joined = expected_tensors(spec)
-        # As if the experts were apart; the other names are the same.
+        # The names and shapes as if each expert had separate tensors; other tensors are the same.
         apart = expected_tensors(spec, ("",)) if spec.experts is not None else self._joined
         adapted = adapted_tensors(spec)
         self._shapes = {name: shape for name, shape in apart.items() if name in adapted}
@@ -164,7 +163,7 @@ class _Reader:
         return {module: (half["A"], half["B"]) for module, half in halves.items()}
 
     def _module(self, module: str, ins: Tensor, outs: Tensor) -> tuple[str, Module]:
-        """Return the tensor that a module adds to, and its checked matrices."""
+        """Return the name of the tensor that a module changes, and the checked `Module`."""
         name = self._name_of(f"{module}.weight")
         if name is not None and name in self._shapes:
             return name, self._plain(module, ins, outs, self._shapes[name])
@@ -194,8 +193,8 @@ class _Reader:
         return Module(ins, outs, self._config.scale_of(module))
 
     def _experts_name(self, module: str) -> str | None:
-        """Return the tensor of all experts that a module adds to, or None. PEFT names the module,
-        not the tensor: the inner of two is the first tensor of the module, gate and up."""
+        """Return the name of the joined tensor of all experts that a module changes, or None. Of
+        two tensors in one module, PEFT names the first, gate and up, with `.base_layer`."""
         bare = module.removesuffix(_INNER)
         gate_up, down = (self._name_of(f"{bare}.{part}") for part in ("gate_up_proj", "down_proj"))
         if gate_up not in self._joined or down not in self._joined:
@@ -208,9 +207,8 @@ class _Reader:
         return down
 
     def _experts(self, module: str, name: str, ins: Tensor, outs: Tensor) -> Module:
-        """Check the matrices of all experts. `lora_A` has its rows by expert, `lora_B` its columns
-        by rank. Older versions of PEFT took the two other axes of the tensor the other way
-        round."""
+        """Check the matrices of all experts. `lora_A` has rows `[expert, rank]`, and `lora_B` has
+        columns `[rank, expert]`. Files of older PEFT versions have inputs and outputs exchanged."""
         count, num_outs, num_ins = self._joined[name]
         part = name.rpartition(".")[2]
         parameter = f"{module.removesuffix(_INNER)}.{part}"

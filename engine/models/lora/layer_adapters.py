@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the additions to the products of each layer from the modules of an adapter.
+"""Makes the low-rank additions to the matrix products of each layer from the modules of an adapter.
 
-`checkpoint/weights.py` joins, splits and reorders the matrices of a layer: queries, keys and values
-become one, and so on. That moves rows of outputs only, so the same code does it to `lora_B`: it
-reads `[out, rank]` where a model has `[out, in]`. Modules with the same input share the ranks of
-one product, each with columns of its own. The rows of a module without an adapter are 0.
-"""
+`checkpoint/weights.py` joins, splits and reorders the matrices of a layer; for example, queries,
+keys and values become one matrix. Only output rows are moved, so the same code converts `lora_B`:
+it reads `[out, rank]` where a model has `[out, in]`. Modules with the same input become one
+product, in which each module has its own ranks. The output rows of a tensor without an adapter are
+0."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def layer_adapters(file: AdapterFile, spec: ModelSpec, dtype: torch.dtype) -> li
 
 
 class _Columns:
-    """A source of tensors for `LayerReader`: `[out, ranks]` where it expects `[out, in]`."""
+    """A source of tensors `[out, ranks]` for `LayerReader`, instead of a model's `[out, in]`."""
 
     device = CPU
 
@@ -79,7 +79,7 @@ class _Columns:
                 self._columns[name] = (firsts.get(name, 0), total)
 
     def ins_of(self, names: Iterable[str]) -> Tensor | None:
-        """Return `[ranks, in]` of modules with the same input; None without any."""
+        """Return the joined `lora_A`, `[ranks, in]`, of modules with one input, or None."""
         parts = [
             self._modules[name].ins.to(torch.float64) * self._modules[name].scale
             for name in names
@@ -89,7 +89,7 @@ class _Columns:
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         rows = self._shapes[name][0]
-        if name not in self._columns:  # a bias, which no adapter has
+        if name not in self._columns:  # a bias; no adapter changes a bias
             return torch.zeros(self._shapes[name], dtype=dtype)
         first, total = self._columns[name]
         made = torch.zeros(rows, total, dtype=dtype)
@@ -102,7 +102,7 @@ class _Columns:
 
 
 class _LayerMaker:
-    """Makes the additions to one layer."""
+    """The maker of an adapter's additions to one layer."""
 
     def __init__(
         self, modules: Mapping[str, Module], spec: ModelSpec, layer: int, dtype: torch.dtype
@@ -143,7 +143,7 @@ class _LayerMaker:
         return self._columns.ins_of(in_layer(self._layer, name) for name in names)
 
     def _add_out(self, made: dict[Target, LowRank]) -> None:
-        """Add to the output matrix, which may be that of two mixers side by side."""
+        """Make the addition to the output matrix, which two mixers side by side may share."""
         spec, layer = self._spec, self._layer
         names = [ATTENTION_OUT] * spec.has_attention(layer) + [STATE_OUT] * spec.has_state(layer)
         shapes = layer_tensors(spec, layer)
@@ -178,8 +178,8 @@ class _LayerMaker:
         return (module.ins.to(torch.float64) * module.scale).to(self._dtype)
 
     def _apart(self, parts: Sequence[str]) -> LowRank | None:
-        """Join the modules of single experts: each part has ranks of its own, and an expert without
-        a module zeros."""
+        """Join the modules of separate experts to one addition. Each of `parts` has its own ranks;
+        an expert without a module gets zeros."""
         assert self._spec.experts is not None
         count, size = self._spec.experts.num_experts, self._spec.experts.size
         found = {

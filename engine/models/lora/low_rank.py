@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LowRank: the addition of an adapter to one product, and the products of a layer that take one."""
+"""LowRank: the addition of a LoRA adapter to a matrix product, and the products that accept it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Target(Enum):
     ATTENTION_GATE = "the gate of the attention"
     STATE_IN = "the matrix into a state"
     OUT = "the output matrix of the mixer"
-    GATE_UP = "gate and up of the MLP"  # or up alone, in an MLP without a gate
+    GATE_UP = "gate and up of the MLP"  # up alone in an MLP without a gate
     DOWN = "down of the MLP"
     SHARED_GATE_UP = "gate and up of the shared expert"
     SHARED_DOWN = "down of the shared expert"
@@ -28,10 +28,10 @@ class Target(Enum):
 
 
 class LowRank(NamedTuple):
-    """`(x @ ins.T) @ outs.T`, added to the output of one matrix, or of two with the same input."""
+    """The addition `(x @ ins.T) @ outs.T` to the output of one or two matrices with one input."""
 
-    ins: Tensor  # [rank, in], times the adapter's scale; [experts, rank, in] for experts
-    outs: tuple[Tensor, ...]  # one or two of [out, rank]; [experts, out, rank] for experts
+    ins: Tensor  # [rank, in], multiplied by the adapter's scale; experts: [experts, rank, in]
+    outs: tuple[Tensor, ...]  # one or two [out, rank]; experts: [experts, out, rank]
 
     @property
     def num_bytes(self) -> int:
@@ -42,13 +42,13 @@ LayerAdapter = Mapping[Target, LowRank]
 
 
 class Adaptable(Protocol):
-    """A product that can add an adapter to each row, out of several slots."""
+    """A matrix product that can add to each row the adapter in one of several slots."""
 
     def allow_adapters(self, rows: RowSlots, rank: int) -> None:
-        """Make the slots. `rows` tells the slot of each row; `rank` is the most of an adapter."""
+        """Make the adapter slots. `rows` has each row's slot; `rank` is the largest rank."""
 
     def prepare_adapter(self, adapter: LowRank, /) -> Any:
-        """Return the adapter in the form that `put_adapter` takes. Any thread may call this."""
+        """Return the adapter in the form that `put_adapter` takes. Thread-safe."""
 
     def put_adapter(self, slot: int, prepared: Any, /) -> None:
-        """Put a prepared adapter into a slot for the products from now on; None empties it."""
+        """Put a prepared adapter into a slot for later steps; None empties the slot."""

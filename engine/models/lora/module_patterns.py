@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the patterns of an adapter that name modules, and refuses those that may take for ever.
+"""Compiles an adapter's regular expressions for module names; refuses very slow expressions.
 
-Python's matcher tries the ways through a pattern one after another. Their number is bounded by the
-product of the choices, which the tree of the pattern tells before anything is matched: a repeat of
-one character has a way for each length, and a repeat of a group the product of the ways of its
-turns. `(a+)+` has more ways than can be tried; `layers\\.\\d+\\.(q|k)_proj` has few.
-"""
+Python's `re` may try every way in which a text can match a pattern, one after another. The number
+of ways has an upper bound, which is computed from the parsed pattern before any match: one
+character repeated has one way for each length, and a repeated group has the product of the ways of
+its repeats. `(a+)+` has too many ways; `layers\\.\\d+\\.(q|k)_proj` has few."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ import importlib
 import re
 from typing import Any
 
-# The trees that `re` itself compiles.
+# The parser of `re`, which returns the parsed pattern as a tree.
 _parser: Any = importlib.import_module("re._parser")
 
-MOST_CHARACTERS = 512  # of a pattern
-MOST_WAYS = 50_000  # through all patterns of an adapter
-_NAME_CHARACTERS = 128  # the longest names of modules have about as many
+MOST_CHARACTERS = 512  # the longest pattern
+MOST_WAYS = 50_000  # the most ways to match, over all patterns of an adapter
+_NAME_CHARACTERS = 128  # about the length of the longest module names
 
 _ONE_CHARACTER = {"LITERAL", "NOT_LITERAL", "ANY", "IN"}
 _NO_CHOICE = {*_ONE_CHARACTER, "AT"}
@@ -26,9 +25,9 @@ _REPEATS = {"MAX_REPEAT", "MIN_REPEAT"}
 
 
 def compile_pattern(key: str) -> tuple[re.Pattern[str], int]:
-    """Compile a pattern as PEFT matches it: against the end of a module's name, from a dot on. Also
-    return the number of ways through it. Raises ValueError with the reason if it is too long, is no
-    regular expression, or may take for ever."""
+    """Compile a pattern as in PEFT, where it must match the whole module name or its end after a
+    dot. Also return an upper bound of the ways in which the pattern can match. Raises ValueError
+    with the reason if the pattern is too long, is no regular expression, or may take for ever."""
     if len(key) > MOST_CHARACTERS:
         raise ValueError(f"longer than {MOST_CHARACTERS} characters")
     try:
@@ -39,8 +38,8 @@ def compile_pattern(key: str) -> tuple[re.Pattern[str], int]:
 
 
 def _count_ways(tree: Any) -> int:
-    """Return an upper bound of the ways through a part of a pattern, at most MOST_WAYS. Raises
-    ValueError for more, and for parts whose ways are not counted here."""
+    """Return an upper bound, at most MOST_WAYS, of the ways in which a part of a pattern can match.
+    Raises ValueError for more ways, and for parts that cannot be counted, such as look-aheads."""
     num_ways = 1
     for code, argument in tree:
         num_ways = _limited(num_ways * _ways_of(str(code), argument))

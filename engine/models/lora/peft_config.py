@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """PeftConfig: the fields of an adapter_config.json (PEFT) that decide what an adapter computes.
 
-An adapter adds `scale * B(A(x))` to the output of a matrix. Methods that compute anything else are
-refused by the name of their field, and so is a field that this version does not know, unless it is
-unset.
-"""
+An adapter adds `scale * B(A(x))` to the output of a matrix. A file of a method that computes
+anything else is refused; the error names the method's field. A field that this module does not list
+is refused too, unless it is unset."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ MAX_PATTERNS = 10_000
 # Initialisations that change the base model's weights when the adapter is loaded.
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _INITIALISED = (True, False, "gaussian", "eva", "orthogonal")
-# Fields of other methods, with the word for each.
+# Fields of other methods, each with the method's name for the error.
 _OTHER_METHODS = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
@@ -43,8 +42,8 @@ _OTHER_METHODS = {
     "monteclora_config": "MonteCLoRA",
     "velora_config": "VeLoRA",
 }
-# Fields without an effect on the computation: how it was trained, and where its matrices are, which
-# the names of its tensors say.
+# Fields without an effect on the computation: how the adapter was trained, and which modules it
+# has, which the names of its tensors say too.
 _NO_ARITHMETIC = frozenset((
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
     "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config",
@@ -59,18 +58,18 @@ _READ = frozenset((
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """The arithmetic of an adapter."""
+    """The fields of an adapter_config.json that decide what an adapter computes."""
 
-    where: str  # the file, for messages
+    where: str  # the file's path, for error messages
     rank: int
     alpha: float
-    uses_root: bool  # scale is alpha / sqrt(rank), not alpha / rank
+    uses_root: bool  # scale is alpha / sqrt(rank) instead of alpha / rank
     rank_patterns: tuple[tuple[re.Pattern[str], int], ...]
     alpha_patterns: tuple[tuple[re.Pattern[str], float], ...]
-    parameters: tuple[str, ...]  # target_parameters: tensors of several matrices, such as experts
+    parameters: tuple[str, ...]  # target_parameters: tensors of several matrices, as of experts
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module by the first pattern that its name matches."""
+        """Return a module's rank: by the first entry of rank_pattern that matches, or else `r`."""
         return next((r for key, r in self.rank_patterns if key.match(module)), self.rank)
 
     def scale_of(self, module: str) -> float:
@@ -80,7 +79,7 @@ class PeftConfig:
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
-    """Read the adapter_config.json of a folder. Raises ConfigError with the field."""
+    """Read the adapter_config.json of a folder. Raises ConfigError with an unusable field."""
     return parse_peft_config(read_json(folder / CONFIG_FILE))
 
 
@@ -139,13 +138,13 @@ def _check_initialised(fields: JsonFields) -> None:
 
 def _alpha(fields: JsonFields, name: str, value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not abs(value) <= MAX_ALPHA:  # NaN too
+    if not is_number or not abs(value) <= MAX_ALPHA:  # also True for NaN
         raise fields.fault(name, f"a number from -{MAX_ALPHA:g} to {MAX_ALPHA:g}", value)
     return float(value)
 
 
 def _patterns(fields: JsonFields, name: str) -> Iterator[tuple[JsonFields, str, re.Pattern[str]]]:
-    """Yield each pattern of a field, compiled, with the object that holds its value."""
+    """Yield each pattern of the field `name`, compiled, with the JSON object that has its value."""
     inner = fields.inner(name)
     if len(inner.values) > MAX_PATTERNS:
         raise ConfigError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..checkpoint.json_fields import JsonFields
 
 MAX_EXPERTS = 4096
-# Both mean the number of experts: transformers writes either for the same family.
+# Two keys for the number of experts: transformers may write either key for the same family.
 COUNT_KEYS = ("num_experts", "num_local_experts")
 EXPERT_KEYS = (*COUNT_KEYS, "n_routed_experts")
 
@@ -16,13 +16,13 @@ EXPERT_KEYS = (*COUNT_KEYS, "n_routed_experts")
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
     """A mixture of experts: a router chooses `num_per_token` of `num_experts` MLPs for each token,
-    and weighs their results by the softmax of its scores."""
+    and weighs the results of these MLPs by the softmax of the router's scores."""
 
     num_experts: int
     num_per_token: int
     size: int  # rows of an expert's gate
-    normalises: bool  # whether the chosen weights are divided by their sum
-    layers: tuple[int, ...]  # other layers have an MLP of `intermediate_size`
+    normalises: bool  # whether the weights of the chosen experts are divided by their sum
+    layers: tuple[int, ...]  # layers with experts; other layers have an MLP
     shared_size: int = 0  # rows of the shared expert's gate; 0: no shared expert
 
 
@@ -36,7 +36,7 @@ class ExpertFamily:
     size_key: str = "moe_intermediate_size"
     default_size: int | None = None  # None: config.json must have it
     normalises: bool | None = None  # None: config.json's norm_topk_prob decides
-    default_normalises: bool = False  # its default
+    default_normalises: bool = False  # default of norm_topk_prob
     default_shared_size: int = 0  # 0: the family has no shared expert
     shared_size_key: str = "shared_expert_intermediate_size"
     gates_shared: bool = True  # whether a gate multiplies the shared expert's result
@@ -45,8 +45,8 @@ class ExpertFamily:
 
 
 def parse_experts(config: JsonFields, family: ExpertFamily, num_layers: int) -> ExpertSpec | None:
-    """Read the `ExpertSpec`; None if no layer has experts. Raises ConfigError with the key that has
-    an unusable value."""
+    """Read the `ExpertSpec` of a model; return None if no layer has experts. Raises ConfigError
+    with the key that has an unusable value."""
     count_key = next((key for key in COUNT_KEYS if config.has(key)), COUNT_KEYS[0])
     least = 0 if family.may_lack else 1
     count = config.integer(count_key, family.default_count, minimum=least, maximum=MAX_EXPERTS)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LayerParts: in families whose layers are each only a mixer or only an MLP, the kind of each
-layer."""
+"""LayerParts: the kind of each layer, for families whose layers are either a mixer or an MLP."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import NamedTuple
 from ..checkpoint.json_fields import JsonFields
 from .state_layers import TYPE_KEYS
 
-# In older files: one letter for each layer, instead of a list.
+# The key, in older files, of a text with one letter for the kind of each layer.
 PATTERN = "hybrid_override_pattern"
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _STATES = ("mamba", "linear_attention")

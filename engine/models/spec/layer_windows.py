@@ -10,14 +10,14 @@ from ..checkpoint.json_fields import JsonFields
 from ..families import Family, Windows
 from .rope_spec import FULL, LAYER_KINDS, SLIDING
 
-# Defaults of the families for absent keys; a null is different from an absent key.
+# Defaults of the families for absent keys; a null value does not take these defaults.
 DEFAULT_MAX_WINDOW_LAYERS = 28
 DEFAULT_WINDOW_PATTERN = 6
 
 
 class LayerWindows(NamedTuple):
-    """The window's width in positions, including the token's own, and the layers that have the
-    window."""
+    """The width of the sliding window in positions, the token's own included, and the layers with
+    the window."""
 
     window: int
     layers: tuple[int, ...]

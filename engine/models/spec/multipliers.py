@@ -5,12 +5,12 @@
     state       out * out_proj(mixer of the rows times in, with a factor for each of its five parts)
     MLP         down * down_proj(silu(gate * gate_proj(row)) * up_proj(row))
 
-Factors are applied where no matrix has to be rounded, and mostly without another pass over the
-rows. A factor of a matrix's input is applied to the output instead, and a bias in between is
-divided by the factor. The factor of keys is applied to the attention scores. The gate's factor is
-applied to the weights of the norm before the MLP, which become wide; it then multiplies the output
-of `up_proj` too. The factor that remains for the MLP is `residual`: hidden states (see
-`ModelSpec.embedding_scale`) and the mixers' outputs are divided by it."""
+Each factor is applied where no matrix has to be rounded, mostly without another pass over the rows.
+A factor of a matrix's input is applied to the output instead, and a bias in between is divided by
+the factor. The factor of keys is applied to the attention scores. The gate's factor is applied to
+the weights of the norm before the MLP, which become float32 or wider; so this factor multiplies the
+output of `up_proj` too. The factor that remains for the MLP is `residual`: hidden states (see
+`ModelSpec.embedding_scale`) and the mixers' outputs are divided by `residual`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Multipliers:
     key: float = 1.0
     state_in: float = 1.0
     state_out: float = 1.0
-    # For a mixer's gate, x, B, C and time steps.
+    # Factors of a state mixer's gate, x, B, C and time steps.
     state_parts: tuple[float, ...] = (1.0,) * 5
     gate: float = 1.0
     down: float = 1.0
@@ -70,7 +70,7 @@ class Multipliers:
 
 
 def parse_multipliers(config: JsonFields) -> Multipliers:
-    """Read all factors; an absent key is 1. Raises ConfigError with the key that is unusable."""
+    """Read all factors; an absent key gives 1. Raises ConfigError with the unusable key."""
 
     def one(name: str) -> float:
         return config.number_from(name, LEAST, MOST) if config.has(name) else 1.0

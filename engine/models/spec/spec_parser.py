@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a ModelSpec from a Hugging Face directory's config.json.
 
-Models that this project cannot compute as they were trained raise ConfigError with the key."""
+A model that this project cannot compute as in training raises ConfigError with the key."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from .state_layers import parse_states
 from .text_parts import TEXT_PARTS
 
 # Keys of a config.json that can change a model's numbers in unsupported ways, each with the values
-# that have no effect; an absent or null key has none. Other values are refused with the name of the
-# key, because the answers would be wrong.
+# that have no effect; an absent or null key has no effect. Other values raise an error with the
+# key, because the model's answers would be wrong.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    # Weights that are not plain matrices. Code in the directory (`auto_map`) is never run: a known
-    # architecture is computed as transformers computes it without this code.
+    # Keys for weights that are not plain matrices. Code in the directory (`auto_map`) is never run:
+    # a known architecture is computed as transformers computes it without this code.
     "quantization_config": (),
     "compression_config": (),
     "pretraining_tp": (1,),
-    # Other attention.
+    # Keys for other kinds of attention.
     "attention_chunk_size": (),
     "attn_logit_softcapping": (),
     "attention_multiplier": (),
@@ -53,17 +53,17 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "no_rope_layers": (),
     "query_pre_attn_scalar": (),
     "use_mrope": (False,),
-    # Other scales.
+    # Keys for other scales.
     "embedding_multiplier": (1, 1.0),
     "final_logit_softcapping": (),
     "logit_scale": (1, 1.0),
     "logits_scaling": (1, 1.0),
     "residual_multiplier": (1, 1.0),
     "scale_emb": (1, 1.0),
-    # Layers that differ from each other, and mixtures of experts.
+    # Keys for layers that differ from each other, and for mixtures of experts.
     **dict.fromkeys(EXPERT_KEYS, (0,)),
     "per_layer_config": (),
-    # Parts that layers of other models have.
+    # Keys for parts that only layers of other families have.
     "block_use_swiglu": (True,),
     "normalization_function": ("rmsnorm",),
     "use_pos_enc": (True,),
@@ -76,10 +76,10 @@ CONFIG = "config.json"
 MAX_EOS_IDS = 64
 MAX_LAYERS = 4096
 DEFAULT_ADJUSTED_SIZE, MAX_MULTIPLIER = 12288, 1000.0
-# Number types of checkpoints in which models can be computed.
+# Number types in a checkpoint in which models can be computed.
 STORED_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
-# Top-level keys, beside the text part, that concern the whole model and cannot be ignored.
+# Top-level keys, outside the text part, that concern the whole model and cannot be ignored.
 _OF_THE_WHOLE = ("quantization_config", "compression_config")
 _IN_BOTH = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype")
 _TIED = "tie_word_embeddings"
@@ -225,7 +225,7 @@ def _heeded_keys(family: Family) -> set[str]:
         heeded.add("no_rope_layers")
     if family.experts is not None:
         heeded |= {"num_experts", "num_local_experts"}
-    if family.norms is Norms.SINGLE:  # its list of layers decides about experts
+    if family.norms is Norms.SINGLE:  # the family's list of layers decides which have experts
         heeded |= set(EXPERT_KEYS)
     return heeded
 
@@ -288,7 +288,7 @@ def _stored_dtype(config: JsonFields) -> str | None:
 
 def _num_kv_heads(config: JsonFields, family: Family, num_heads: int) -> int:
     name = "num_key_value_heads"
-    # A null differs from an absent key here: it means the number of heads.
+    # A null means the number of heads here; an absent key means the family's default.
     default = None if name in config.values else family.default_kv_heads
     count = config.integer(name, default or num_heads)
     if num_heads % count:
@@ -363,7 +363,7 @@ def _scales(
 
 def _still_layers(config: JsonFields, family: Family, num_layers: int) -> tuple[int, ...] | None:
     """Return the layers without rotary positions, or None if all layers have them. By the family
-    these are all layers, those with a 0 in `no_rope_layers`, or each n-th layer."""
+    these are all layers, the layers with a 0 in `no_rope_layers`, or each n-th layer."""
     if family.never_turns:
         return tuple(range(num_layers))
     if family.is_still:
@@ -406,7 +406,7 @@ def _intermediate_size(
 
 
 def _is_tied(config: JsonFields, family: Family) -> bool:
-    # An older spelling wins, as in transformers.
+    # An older spelling of the key overrides the newer one, as in transformers.
     key = _TIED
     if family.adjusts_mlp and config.has("tie_embedding"):
         key = "tie_embedding"
@@ -443,7 +443,7 @@ def _special_ids(
     if is_there(path / GENERATION_CONFIG):
         sources.insert(0, read_json(path / GENERATION_CONFIG))
     eos = next((s for s in sources if s.has("eos_token_id")), None)
-    # -1 is an older spelling of "none".
+    # -1 is an older spelling of "no begin token".
     bos = next((s for s in sources if s.has("bos_token_id")), None)
     if bos is not None and bos.values["bos_token_id"] == -1:
         bos = None
@@ -454,7 +454,7 @@ def _special_ids(
 
 
 def _eos_ids(source: JsonFields, vocab_size: int) -> tuple[int, ...]:
-    """Read the end tokens, without -1 and ids beyond the vocabulary, which cannot be sampled."""
+    """Return the end tokens, without -1 and ids beyond the vocabulary, which cannot be sampled."""
     value = source.values["eos_token_id"]
     given = value if isinstance(value, list) else [value]
     ids = [each for each in given if type(each) is int]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StateFamily: the layers of a model family that carry a state; the parser makes a `StateSpec` from
-config.json."""
+"""StateFamily: the layers of a model family that carry a state. `parse_states` makes a `StateSpec`
+from config.json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .rope_spec import FULL
 
 MAX_CONV_WIDTH = 64
 TYPE_KEYS = ("layer_types", "layers_block_type")
-DEFAULT_OWN_SIZE = 1024  # of mamba_d_ssm
+DEFAULT_OWN_SIZE = 1024  # default of mamba_d_ssm
 _EXPANDED = "mamba_expand * hidden_size"
 
 
@@ -42,19 +42,19 @@ class StateFamily:
 
     kind: StateKind
     state_names: tuple[str, ...]  # names of layers with a state in layer_types
-    attention_names: tuple[str, ...] = (FULL,)  # names of layers with attention there
-    # The key that lists the layers with attention if there is no layer_types.
+    attention_names: tuple[str, ...] = (FULL,)  # names of layers with attention in layer_types
+    # The key that lists the layers with attention in a config.json without layer_types.
     attention_layers_key: str | None = None
-    # Without both keys each n-th layer has attention: n is config.json's full_attention_interval,
-    # or this default. None: `is_default` decides for all layers.
+    # Without layer_types and the list, each n-th layer has attention; n is config.json's
+    # full_attention_interval or this default. None: `is_default` decides for all layers.
     default_interval: int | None = None
-    # Without any key of layers: whether all layers have a state, rather than none.
+    # Whether all layers, rather than none, have a state if config.json has no key of layers.
     is_default: bool = False
     is_beside_attention: bool = False  # whether every layer has both a state and attention
     keys: MambaKeys = MambaKeys.PREFIXED
     has_own_size: bool = False  # whether mamba_d_ssm is read; else mamba_expand gives the size
     may_lack_norm: bool = False  # whether mamba_rms_norm and mamba_norm_before_gate are read
-    default_state_size: int = 0  # of Mamba-2
+    default_state_size: int = 0  # default of Mamba-2's state size
     default_width: int = 4  # columns of the convolution's window
     projections: Projections = Projections.ONE
 
@@ -67,7 +67,7 @@ def parse_states(
     listed: tuple[int, ...] | None = None,
 ) -> StateSpec | None:
     """Read the `StateSpec` of a model; None if no layer carries a state. `listed` has the layers
-    with a state, if the caller knows them. Raises ConfigError with the key that has an unusable
+    with a state, if the caller has read them. Raises ConfigError with the key that has an unusable
     value."""
     layers = _state_layers(config, family, num_layers) if listed is None else listed
     if len(layers) == num_layers and not family.is_beside_attention:
@@ -188,7 +188,7 @@ def _has_biases(config: JsonFields, family: StateFamily) -> bool:
     """Whether the input and output matrices of a layer have biases; either both have one, or
     neither."""
     has_bias = config.boolean("mamba_proj_bias", False)
-    key = "projectors_bias"  # of the output matrix
+    key = "projectors_bias"  # the key for the output matrix
     if family.is_beside_attention and config.boolean(key, False) != has_bias:
         raise config.fault(key, f"{has_bias}, as mamba_proj_bias is", config.values.get(key))
     return has_bias
@@ -206,8 +206,8 @@ def _output_norm(config: JsonFields, family: StateFamily) -> OutputNorm:
 def _parse_bare_mamba2(
     config: JsonFields, family: StateFamily, layers: tuple[int, ...]
 ) -> StateSpec:
-    """Read the sizes of Mamba-2 whose names in config.json have no prefix. Some sizes also have a
-    key with an older name; if config.json has the older key, its value is used."""
+    """Read the sizes of Mamba-2 whose names in config.json have no prefix. Some sizes also have an
+    older key; if config.json has the older key, the older key's value is used."""
 
     def spelt(older: str, name: str) -> str:
         return older if config.has(older) else name
@@ -237,7 +237,7 @@ def _parse_bare_mamba2(
 
 
 def _time_steps(config: JsonFields, key: str = "time_step_limit") -> tuple[float, float] | None:
-    """Read the lower and upper bound of Mamba-2's time steps; None if they limit nothing."""
+    """Read the bounds of Mamba-2's time steps; None for bounds that limit nothing."""
     if not config.has(key):
         return None
     given = config.values[key]
@@ -251,8 +251,8 @@ def _time_steps(config: JsonFields, key: str = "time_step_limit") -> tuple[float
 
 
 def _unpacked(value: object) -> object:
-    """Return infinity for the JSON object that stands for it in newer files, since JSON has no
-    infinity; return other values unchanged."""
+    """Return infinity for the JSON object that stands for infinity in newer files; return other
+    values unchanged."""
     if isinstance(value, dict) and value == {"__float__": "Infinity"}:
         return inf
     return value

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CausalConv: a convolution over the rows of a sequence, for each channel separately.
+"""CausalConv: a causal convolution over the rows of a sequence, separate for each channel.
 
-The products with the columns of its window are always added in the same order. So the results of a
-sequence are equal to the last bit, however it is divided into steps."""
+The products with the columns of the convolution's window are always added in the same order. So the
+results of a sequence are equal to the last bit, however the sequence is divided into steps."""
 
 from __future__ import annotations
 

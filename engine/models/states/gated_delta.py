@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GatedDelta: a layer whose state is a matrix for each head, which is corrected at each token.
+"""GatedDelta: a layer whose state is one matrix per head, which each token corrects.
 
 The matrix S of a head maps keys to values. At each token, S decays. Then the layer compares the
-token's value with the value that S gives for the token's key, and adds the difference to S:
+token's value with the value that S gives for the token's key, and corrects S by the difference:
 
     S = exp(decay) * S
     S = S + key (beta * (value - key S))        out = query S
@@ -28,7 +28,7 @@ from .recurrence import run_recurrence, split_chunks
 from .state_spec import StateSpec
 
 CHUNK_ROWS = 64
-# Added to the sum of squares of a query or key before its root divides the vector.
+# Added to the sum of squares of a query or key; the sum's root then divides the vector.
 _NORM_EPS = 1e-6
 
 
@@ -102,7 +102,7 @@ class DeltaRule:
         q, k, v = (split_chunks(each, length) for each in rows[:3])
         decay, beta = (split_chunks(each[..., None], length)[..., 0] for each in rows[3:])
         repeats = heads // len(k)
-        decay = decay.cumsum(-1)  # since the first row of the chunk
+        decay = decay.cumsum(-1)  # summed from the first row of the chunk on
         grown = decay.exp()[..., None]
         later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
         between = decay[..., :, None] - decay[..., None, :]

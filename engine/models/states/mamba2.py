@@ -5,8 +5,8 @@
 
 x is the head's part of the token, multiplied by the head's time step; B and C are the same for all
 heads of a group. `take_row` updates S for one row. `scan_rows` updates S for chunks of rows: one
-product with a triangular matrix gives the effect of a chunk's rows on each other, and S is read
-once per chunk."""
+product with a triangular matrix gives the effect of a chunk's rows on later rows of the chunk, and
+S is read once per chunk."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class OuterProducts:
     def take_row(self, state: Tensor, rows: Sequence[Tensor], /) -> Tensor:
         x, decay, b, c = rows
         state.mul_(decay.exp()[..., None, None])
-        # The heads of a group form one matrix.
+        # The heads of a group are joined to one matrix.
         groups = state.view(len(state), b.shape[1], -1, b.shape[2])
         groups += x.reshape(*groups.shape[:3], 1) * b[:, :, None]
         return (groups @ c[..., None]).view(x.shape)
@@ -102,7 +102,7 @@ class OuterProducts:
     def scan_rows(self, state: Tensor, rows: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
         count, heads, size = rows[0].shape
         length = min(CHUNK_ROWS, count)
-        # Missing rows of the last chunk are zeros: no decay, and zero is added.
+        # Missing rows of the last chunk are zeros: they cause no decay and add zero.
         x, b, c = (split_chunks(each, length) for each in (rows[0], *rows[2:]))
         decay = split_chunks(rows[1][..., None], length)[..., 0].cumsum(-1)
         num_groups, repeats = len(b), heads // len(b)
@@ -113,7 +113,7 @@ class OuterProducts:
         grown = decay.exp()[..., None]
         x.mul_((decay[..., -1:] - decay).exp_()[..., None])
         left = grown[..., -1:, :]
-        # From here on the heads of a group form one matrix: [groups, heads of one * size, ...].
+        # The heads of a group are joined to one matrix: [groups, heads of a group * size, ...].
         x = x.view(num_groups, repeats, *x.shape[1:]).permute(0, 2, 1, 4, 3).flatten(2, 3)
         for chunk in range(out.shape[1]):
             known = state.view(num_groups, -1, state.shape[-1])

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from .state_plan import StatePlan
 
-# Most rows scanned at once; this limits the memory of matrices between rows of chunks.
+# Most rows of one scan; the limit bounds the memory of matrices with an entry per pair of rows.
 MOST_ROWS = 1024
 
 
 class Recurrence(Protocol):
-    """A rule by which tokens change states. `rows` are the inputs of the tokens, in the type of the
-    state."""
+    """A rule by which tokens change states. `rows` are the tokens' inputs, in the state's dtype."""
 
     def take_row(self, state: Tensor, rows: Sequence[Tensor], /) -> Tensor:
         """Change each `state` `[batch, *shape]` by one row, in place. Return the outputs `[batch,
@@ -38,8 +37,8 @@ def run_recurrence(
     shape: tuple[int, int],
 ) -> Tensor:
     """Compute the outputs `[rows, *shape]` of all rows of a step; outputs of rows that belong to no
-    sequence are zeros. The plan says which of `states` `[slots, *state]` are read and which are
-    written."""
+    sequence are zeros. `plan` says which slots of `states` `[slots, *state]` are read, and which
+    are written."""
     out = states.new_zeros((plan.num_rows, *shape))
     for batch in plan.batches:
         state = states.index_select(0, batch.sources)
@@ -71,5 +70,5 @@ def split_chunks(rows: Tensor, length: int) -> Tensor:
     if missing := -len(rows) % length:
         rows = F.pad(rows, (0, 0, 0, 0, 0, missing))
     chunks = rows.reshape(-1, length, *rows.shape[1:])
-    # Contiguous, since otherwise each product would copy the rows of a chunk again.
+    # Made contiguous, since otherwise each product would copy the rows of a chunk again.
     return chunks.permute(2, 0, 1, 3).contiguous()

@@ -24,7 +24,7 @@ class LayerState(NamedTuple):
 class RunningStates:
     """A number of slots, each for one state of all layers. `raw` is uint8 `[slots, slot_bytes]`,
     with zeros at first. A slot has a request's state after one of its tokens. The caller records
-    which token, and which slots are in use."""
+    the token of each slot, and which slots are in use."""
 
     __slots__ = ("layers", "raw", "spec")
 

@@ -21,6 +21,6 @@ _KINDS: dict[StateKind, Callable[[ModelSpec, int, StateWeights], Mixer]] = {
 
 
 def make_state_mixer(spec: ModelSpec, layer: int, weights: StateWeights) -> Mixer:
-    """Make the mixer of layer `layer`, by the kind of the model's states."""
+    """Make the mixer of layer `layer`; the kind of the model's states decides its class."""
     assert spec.state is not None
     return _KINDS[spec.state.kind](spec, layer, weights)

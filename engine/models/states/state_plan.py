@@ -6,8 +6,8 @@ and write.
     all other sequences                 ──► pieces, which end at the saves
 
 A decode is a sequence with one row and a save after it, so all decodes of a step are one batch.
-Drafts to verify have a save after each row too, since any prefix of the drafts may be accepted. The
-plan is made once per step and is the same for every layer."""
+Draft tokens to verify have a save after each row too, since any prefix of the drafts may be
+accepted. The plan is made once per step and is the same for every layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .running_states import RunningStates
 
-# Most rows of a sequence that are computed one by one.
+# The longest sequence, in rows, whose rows are computed one by one.
 MOST_SINGLE_ROWS = 16
 
 
@@ -38,10 +38,10 @@ class StateSequence(NamedTuple):
 
 
 class RowBatch(NamedTuple):
-    """A row of each of several sequences, which are computed together."""
+    """A row of each of several sequences; the rows of a batch are computed together."""
 
     rows: Tensor | None  # int64 [batch]; None: all rows of the step, in order
-    sources: Tensor  # int64 [batch]: slots to read; any value for `fresh` rows
+    sources: Tensor  # int64 [batch]: slots to read; unused for `fresh` rows
     slots: Tensor  # int64 [batch]: where the new states are written
     fresh: Tensor | None  # int64: indices in the batch whose state begins with zeros
 
@@ -51,11 +51,11 @@ class Piece(NamedTuple):
 
     start: int
     end: int
-    slot: int | None  # slot for the state after them; None: not written
+    slot: int | None  # slot for the state after the rows; None: not written
 
 
 class LongSequence(NamedTuple):
-    """A sequence that is computed separately from the others."""
+    """A sequence that is computed separately from other sequences."""
 
     source: int | None
     pieces: tuple[Piece, ...]
@@ -66,7 +66,7 @@ class LongSequence(NamedTuple):
 
 
 class StatePlan:
-    """The sequences of a step, and the batches and separate sequences made from them."""
+    """The sequences of a step, divided into batches of rows and separately computed sequences."""
 
     __slots__ = ("batches", "long", "num_rows", "sequences")
 
@@ -132,7 +132,7 @@ def _pieces_of(sequence: StateSequence) -> tuple[Piece, ...]:
 def _batch_of(
     sequences: list[StateSequence], number: int, num_rows: int, device: torch.device
 ) -> RowBatch:
-    """Make a batch of row number `number` of each of these sequences."""
+    """Make a batch that has row number `number` of each sequence."""
     rows = [each.start + number for each in sequences]
     slots = [each.saves[number][1] for each in sequences]
     fresh: list[int] = []

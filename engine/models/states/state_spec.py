@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """StateSpec: the sizes of the state that some layers of a model carry from token to token.
 
-A layer with a state mostly has no K and V; only some families have layers with both. A state has up
-to two parts: the last columns that its convolution reads, in the type of the computation, and a
-recurrent part, in float32 (or float64 if the computation is in float64). This module needs no
-torch, so memory plans and error messages need none either."""
+A layer with a state has no K and V, except in some families. A state has up to two parts: the last
+columns that the layer's convolution reads, in the type of the computation, and a recurrent part, in
+float32 (or float64 if the computation is in float64). This module does not import torch, so memory
+plans and error messages need no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StateKind(StrEnum):
 
 
 class OutputNorm(StrEnum):
-    """The position of the norm in a Mamba-2 layer's output: before or after the gate, or none."""
+    """The position of a Mamba-2 layer's output norm: before or after the gate, or no norm."""
 
     BEHIND_GATE = "behind the gate"
     BEFORE_GATE = "before the gate"
@@ -48,24 +48,24 @@ class StatePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """The layers that carry a state, and the sizes of the state, which are the same for all of
-    them. The convolution treats each channel separately. A gated delta rule has `num_heads` heads
-    of values with `head_dim` elements, and `num_groups` heads of queries and keys with `state_size`
+    """The layers that carry a state, and the sizes of the state, which are the same for all layers.
+    The convolution treats each channel separately. A gated delta rule has `num_heads` heads of
+    values with `head_dim` elements, and `num_groups` heads of queries and keys with `state_size`
     elements. Mamba-2 has `num_heads` heads with `head_dim` elements; its B and C have `state_size`
     elements and are the same for all heads of a group."""
 
     kind: StateKind
-    layers: tuple[int, ...]  # their numbers, ascending
+    layers: tuple[int, ...]  # the numbers of the layers, ascending
     conv_channels: int
-    conv_width: int  # columns of its window; the state has all but the last
+    conv_width: int  # columns of the convolution's window; the state has one less
     num_heads: int = 0
     head_dim: int = 0
     num_groups: int = 0
     state_size: int = 0
     has_conv_bias: bool = False
-    has_bias: bool = False  # of the matrices into the layer and out of it
-    time_steps: tuple[float, float] | None = None  # bounds of a time step of Mamba-2
-    output_norm: OutputNorm = OutputNorm.BEHIND_GATE  # of Mamba-2
+    has_bias: bool = False  # whether the input and output matrices have biases
+    time_steps: tuple[float, float] | None = None  # lower and upper bound of Mamba-2's time steps
+    output_norm: OutputNorm = OutputNorm.BEHIND_GATE  # position of Mamba-2's norm
 
     @property
     def inner_size(self) -> int:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders of pictures: pixels in, embeddings of prompt tokens out."""
+"""Encoders that turn the pixels of pictures into embeddings of prompt tokens."""

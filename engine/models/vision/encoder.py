@@ -14,8 +14,8 @@ Pixels = npt.NDArray[np.uint8]  # [height, width, 3]
 
 
 class VisionEncoder(Protocol):
-    """Turns pictures into embeddings on its device."""
+    """An encoder, which turns pictures into embeddings on the model's device."""
 
     def encode_pictures(self, pictures: Sequence[Pixels], /) -> list[Tensor]:
-        """Return the embeddings of each picture, `[tokens, hidden]`, queued on the device. Rows
-        depend on no other picture. The encoder scales and normalises the pixels."""
+        """Queue the computation of each picture's embeddings, `[tokens, hidden]`, which depend on
+        no other picture. The encoder scales and normalises the pixels."""

@@ -3,7 +3,7 @@
 
     pixels ─► patches + learned positions ─► layers ─► norm ─► neighbours joined ─► projection
 
-Each tile is computed alone, so that its embeddings depend on no other picture of the step."""
+Each tile is computed alone, so its embeddings depend on no other tile or picture of the step."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ class TileEncoder:
         numbers = (
             torch.from_numpy(pixels).to(self._mean.device).permute(2, 0, 1).to(self._mean.dtype)
         )
-        # In float32, as the processor of transformers computes them.
+        # Pixels are scaled in float32, as in the processor of transformers.
         scaled = (numbers.float() * spec.rescale - self._mean.float()) / self._std.float()
         cut = scaled[:, : rows * size, : columns * size].to(self._positions.dtype)
         by_patch = cut.view(3, rows, size, columns, size).permute(1, 3, 0, 2, 4)
         return by_patch.reshape(rows * columns, -1)
 
     def _places(self, rows: int, columns: int) -> Tensor:
-        """Return the learned position of each patch: that of its place relative to the tile."""
+        """Return the index of each patch's learned position, by its place within the tile."""
         side = self._spec.image_size // self._spec.patch_size
         borders = torch.arange(1 / side, 1.0, 1 / side)
         along = []

@@ -17,7 +17,7 @@ from .tile_encoder import EncoderWeights, TileEncoder
 from .vision_shapes import PROJECTION, vision_tensors
 from .vision_spec import VisionSpec
 
-# The prefixes of stored names, with those here.
+# The prefixes of stored tensor names, with the prefixes of this project.
 _TILES = {
     "model.vision_model.": "",
     "vision_model.": "",
@@ -44,7 +44,7 @@ def load_vision_encoder(
 
 
 def _name_here(stored: str, prefixes: Mapping[str, str]) -> str | None:
-    """Map a stored name to the name here; None: the tensor is of another part."""
+    """Map a stored name to this project's name; None for a tensor outside the encoder."""
     for prefix, ours in prefixes.items():
         if stored.startswith(prefix):
             return ours + stored.removeprefix(prefix)
@@ -52,7 +52,7 @@ def _name_here(stored: str, prefixes: Mapping[str, str]) -> str | None:
 
 
 class _Reader:
-    """Makes the weights of an encoder from its tensors."""
+    """A maker of an encoder's weights from the tensors of a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, spec: VisionSpec, dtype: torch.dtype) -> None:
         self._checkpoint, self._spec, self._dtype = checkpoint, spec, dtype

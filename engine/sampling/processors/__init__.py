@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits processors, which change logits before sampling. None imports the scheduler or the API."""
+"""Logits processors, which change logits before sampling. Imports neither scheduler nor API."""

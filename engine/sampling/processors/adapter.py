@@ -6,8 +6,8 @@
             return my_callable if "mine" in (params.extra_args or {}) else None
 
 A callable takes (output token ids, logits) or (prompt token ids, output token ids, logits) and
-returns the logits, `[vocab]`. The adapter calls it row by row, so each request costs a Python call
-in each step. A `StatefulProcessor` can process all requests together."""
+returns the logits, `[vocab]`. The adapter calls a callable row by row, so each request costs a
+Python call in each step. A `StatefulProcessor` can process all requests together."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BoundCallable:
 
     call: Callable[..., Any]
     output_token_ids: list[int]  # the request's own growing list
-    prompt_token_ids: list[int] | None = None  # None: the callable takes the output alone
+    prompt_token_ids: list[int] | None = None  # None: the callable takes no prompt
 
     def __call__(self, drafts: list[int], logits: Tensor) -> Tensor:
         """Call the callable with `logits` `[vocab]` and with these draft tokens after the output.
@@ -53,8 +53,8 @@ class BoundCallable:
 
 
 class AdapterLogitsProcessor(StatefulProcessor[BoundCallable]):
-    """A processor with one callable for each request. Subclass it, define
-    `new_req_logits_processor`, and load the subclass like any processor.
+    """A base class of processors with one callable for each request. A subclass defines
+    `new_req_logits_processor`, and is loaded like any processor.
 
     If a callable raises, only its own request fails. A callable may be called more than once for a
     position, and with draft tokens that are rejected later, so it must not rely on state from
@@ -63,7 +63,7 @@ class AdapterLogitsProcessor(StatefulProcessor[BoundCallable]):
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
         """Return the callable of one request, or None if the request needs none. Called once, when
-        the request enters the batch. If it raises, the request fails."""
+        the request enters the batch. The request fails if this method raises."""
 
     def apply(
         self,

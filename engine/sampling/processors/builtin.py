@@ -2,9 +2,9 @@
 """The built-in logits processors: minimum length, bad words, biases, penalties, min-p.
 
 The repetition penalty affects tokens of the prompt and the output: it divides a positive logit and
-multiplies any other. The frequency penalty (for each occurrence) and the presence penalty (once)
-affect tokens of the output only and are subtracted afterwards. The cost of a step grows with the
-number of new tokens and of distinct tokens, not with the length of the text."""
+multiplies any other. The frequency penalty (once for each occurrence) and the presence penalty
+(once) are then subtracted from the logits of tokens of the output. The cost of a step grows with
+the number of new tokens and of distinct tokens, not with the length of the text."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class MinP(LogitsProcessor):
     """Bans tokens whose probability, after the temperature, is below `min_p` times the probability
     of the most likely token.
 
-    In terms of logits, this ratio is a difference of `-log(min_p)`, so no softmax is needed."""
+    The ratio `min_p` is a difference of `-log(min_p)` between logits, so no softmax is needed."""
 
     def __init__(self, context: ProcessorContext) -> None:
         super().__init__(context)
@@ -167,15 +167,15 @@ class BadSequences:
         for *prefix, last in sequences:
             by_prefix.setdefault(tuple(prefix), set()).add(last)
         self._banned_after = {p: np.array(sorted(ids), np.int64) for p, ids in by_prefix.items()}
-        # One look-up for each length, instead of a comparison for each sequence.
+        # One look-up for each length of a prefix replaces a comparison for each sequence.
         self._lengths = sorted({len(prefix) for prefix in by_prefix})
         start = max(0, len(added.prompt_token_ids) - self._lengths[-1])
         self._prompt_end: list[int] = added.prompt_token_ids[start:].tolist()
         self._output_token_ids = added.output_token_ids
 
     def banned_after(self, drafts: Sequence[int] = ()) -> list[IntArray]:
-        """Return the ids that would complete a sequence after the output and these draft tokens. An
-        id may be in several of the arrays."""
+        """Return the token ids, in arrays, that would complete a sequence after the output and
+        `drafts`. An id may be in several arrays."""
         longest = self._lengths[-1]
         newest = self._output_token_ids[-longest:] if longest else []
         if longest and drafts:
@@ -257,7 +257,7 @@ class SeenTokens:
 
     @property
     def counts(self) -> IntArray:
-        """The number of occurrences in the output; 0 for tokens that only the prompt has."""
+        """Each token's number of occurrences in the output; 0 for tokens of the prompt only."""
         return self._counts[: self._size]
 
     def count_new(self) -> None:
@@ -267,13 +267,12 @@ class SeenTokens:
             if 0 <= token < self._vocab_size:
                 counted = self._find_or_add_token(
                     token
-                )  # first: the next line may move the counts to a larger array
+                )  # before the next line, which may replace the array of counts
                 self._counts[counted] += 1
         self._num_counted = len(output)
 
     def after(self, drafts: Sequence[int]) -> tuple[IntArray, IntArray]:
-        """Return ids and counts as if these draft tokens followed the output. The drafts are not
-        stored."""
+        """Return ids and counts as if `drafts` followed the output; nothing is stored."""
         if not drafts:
             return self.token_ids, self.counts
         counts = self.counts.copy()
@@ -301,7 +300,7 @@ class SeenTokens:
 
 
 class Penalties(StatefulProcessor[SeenTokens]):
-    """Applies the three penalties to all rows at once."""
+    """Applies repetition, frequency and presence penalty to all rows at once."""
 
     def apply(
         self,
@@ -342,7 +341,7 @@ class Penalties(StatefulProcessor[SeenTokens]):
         if strengths == (1.0, 0.0, 0.0):
             return None
         prompt: IntArray = np.empty(0, np.int64)
-        if strengths.repetition != 1.0:  # the only penalty that needs the prompt
+        if strengths.repetition != 1.0:  # only this penalty needs the prompt
             distinct = np.unique(added.prompt_token_ids).astype(np.int64)
             prompt = distinct[(distinct >= 0) & (distinct < vocab_size)]
         return SeenTokens(strengths, prompt, added.output_token_ids, vocab_size)
@@ -351,8 +350,8 @@ class Penalties(StatefulProcessor[SeenTokens]):
 def _by_entry(
     strengths: Sequence[Strengths], counts_by_row: Sequence[IntArray]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return, for each token of each row, the repetition penalty and the amount that the other two
-    penalties subtract."""
+    """Return, for each token of each row, the repetition penalty, and the amount that frequency and
+    presence penalty subtract."""
     sizes = [len(counts) for counts in counts_by_row]
     repetition, frequency, presence = np.repeat(np.array(strengths, np.float64), sizes, axis=0).T
     counts = np.concatenate(counts_by_row)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A guard around a logits processor of another package: an exception fails only the request that
-caused it.
+"""A guard around a logits processor of another package: an exception fails only the requests that
+cause it.
 
-The processor gets copies of the logits of the requests to which it applies, and no others. If the
-processor raises, the guard makes a new one and passes it its requests one by one, then their logits
-one by one. The retry is correct because the state and the result of a row depend on one request
-only. Requests for which the new processor raises fail, with its name in the error; all others get
-their normal result. Device errors that appear after the call cannot be attributed to a request, and
-fail the whole step."""
+The processor gets copies of logits, only of requests to which it applies. If the processor raises,
+the guard makes a new processor and adds the requests to it one by one, then calls it with each
+request's logits alone. The retry is correct because the state and the result of a row depend on one
+request only. Requests for which the new processor raises fail, with the processor's name in the
+error; all other requests get their normal result. Device errors that appear after the call cannot
+be attributed to a request, and fail the whole step."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class _LogitsRows(NamedTuple):
 
 
 class GuardedProcessor(LogitsProcessor):
-    """A wrapper of a processor of another package. It calls `note_failure(row, error)` for each
-    failed request; the receiver of the call must end the request.
+    """A wrapper of a processor of another package. The wrapper calls `note_failure(row, error)` for
+    each failed request; the receiver of the call must end the request.
 
     The constructor raises what the processor's constructor raises. No other method raises."""
 
@@ -87,7 +87,7 @@ class GuardedProcessor(LogitsProcessor):
             return indices
         try:
             chosen: IntArray = indices[self._processor.concerns(rows[indices])]
-        except Exception:  # then `apply` gets all rows, and shows the fault
+        except Exception:  # `apply` then gets all rows, and raises for the faulty ones
             logger.debug("%s.concerns raised", self.name, exc_info=True)
             return indices
         return chosen
@@ -99,7 +99,7 @@ class GuardedProcessor(LogitsProcessor):
     def update_state(self, update: BatchUpdate) -> None:
         self._added.update(update)
         if self._processor is None:
-            self._make_anew()  # try once more
+            self._make_anew()  # a new processor, for one more try
             return
         try:
             self._processor.update_state(update)
@@ -125,7 +125,7 @@ class GuardedProcessor(LogitsProcessor):
             return self._apply_one_by_one(logits, belongs, concerned)
 
     def _apply(self, logits: Tensor, belongs: _LogitsRows, indices: IntArray) -> Tensor:
-        """Change these rows of the logits, or raise the processor's error and change nothing."""
+        """Change rows `indices` of the logits, or raise the processor's error, changing nothing."""
         assert self._processor is not None
         is_all = len(indices) == len(logits)
         places = None if is_all else to_device(indices, logits.device)
@@ -134,7 +134,7 @@ class GuardedProcessor(LogitsProcessor):
         try:
             result = self._processor.apply(part, *belongs.at(indices))
         except RowsFailed as failed:
-            mine = set(belongs.rows[indices].tolist())  # errors of other rows are ignored
+            mine = set(belongs.rows[indices].tolist())  # other rows' errors are ignored
             errors = {row: error for row, error in failed.errors.items() if row in mine}
             result = failed.logits
         _check_result(result, part)
@@ -182,7 +182,7 @@ class GuardedProcessor(LogitsProcessor):
     def _added_if_applied(self, added: AddedRow) -> AddedRow | None:
         try:
             return added if self._kind.applies_to(added.params) else None
-        except Exception:  # unexpected: the same call has worked in the front
+        except Exception:  # unexpected: the same call has worked in the API server
             logger.debug("%s.applies_to raised", self.name, exc_info=True)
             return added
 
@@ -209,7 +209,7 @@ class GuardedProcessor(LogitsProcessor):
 
 
 def _update_of(rows: Sequence[AddedRow]) -> BatchUpdate:
-    """Return a BatchUpdate that adds all these requests at once, and changes nothing else."""
+    """Return a BatchUpdate that only adds the requests of `rows`."""
     return BatchUpdate(max((one.row for one in rows), default=-1) + 1, (), tuple(rows), ())
 
 

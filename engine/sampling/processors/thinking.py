@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A budget for the tokens of reasoning. Once it is used up, the end mark is forced, token by token.
+"""A limit of reasoning tokens. At the limit, the end mark of reasoning is forced, token by token.
 
-A request sets the budget with `thinking_token_budget`; it has no effect without the token ids of
-both reasoning marks. The forced token of a row depends only on the tokens before the row, draft
-tokens included:
+A request sets the budget with `thinking_token_budget`. The budget has no effect unless the token
+ids of both reasoning marks are given. The forced token of a row depends only on the tokens before
+the row, draft tokens included:
 
     outside reasoning                           none
     fewer tokens of reasoning than the budget   none
@@ -27,8 +27,8 @@ from ...request.request import TokenArray
 from ..copies import to_device
 from .base import Drafts, StatefulProcessor, drafted
 
-# Finite: an infinite logit leaves no distribution to draw from. Even after division by the highest
-# temperature, the probability of every logit of at most 0 rounds to 0, in float64 too.
+# Finite, since no token can be drawn from logits with an infinity. Even after division by the
+# highest temperature, the probability of every logit of at most 0 rounds to 0, in float64 too.
 FORCED_LOGIT = 1e9
 
 
@@ -68,13 +68,13 @@ class Thinking:
 class Forced(NamedTuple):
     """A row of logits with a forced token."""
 
-    row: int  # index in the logits
+    row: int  # index of the row in the logits
     token_id: int
 
 
 class ThinkingBudget(StatefulProcessor[Thinking]):
-    """Forces end marks. It is the last processor before the choice, so no other processor weakens a
-    forced token. If the token is banned, it stays banned, and no token is forced in its row."""
+    """Forces end marks. No processor between ThinkingBudget and the choice can change a forced
+    token. A banned token stays banned; no token is then forced in the row."""
 
     def apply(
         self,
@@ -107,9 +107,9 @@ class ThinkingBudget(StatefulProcessor[Thinking]):
 
 
 def _force(logits: Tensor, forced: Sequence[Forced]) -> Tensor:
-    """Force the token of each of these rows, in place, unless it is banned. The other tokens keep a
-    finite logit of at most 0. The rows are changed one by one, because copies of many rows would
-    take far longer than the greedy choice."""
+    """Force, in place, the token of each entry in `forced` unless it is banned. The other tokens of
+    the row get a finite logit of at most 0. The rows are changed one by one, because copies of many
+    rows would take far longer than the greedy choice."""
     rows, token_ids = to_device(np.array(forced, np.int64).T.copy(), logits.device)
     is_banned = logits[rows, token_ids] == -torch.inf
     highest = torch.where(is_banned, torch.inf, 0.0).to(logits.dtype)

@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes and threads with time limits for grammar work: if one hangs, it is killed or abandoned,
-and replaced."""
+"""Processes and threads with time limits for grammar work. A hanging process is killed, a hanging
+thread abandoned; a new one replaces it."""

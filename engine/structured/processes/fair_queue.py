@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A queue of several tenants' jobs for the same threads. The tenant that has used the least time is
-served next, however many jobs other tenants have queued.
+"""FairQueue: a queue of several tenants' jobs for the same threads. The tenant that has used the
+least time is served next, however many jobs other tenants have queued.
 
-The queue has no length limit. Callers limit the length with `Shares`, which finds the largest
-tenant."""
+The queue has no length limit. Callers limit the length with `Shares`, which finds the tenant with
+the most jobs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MOST_NAMES = 1024
 
 
 class FairQueue(Generic[Job]):
-    """Jobs by tenant. Any thread may call the methods."""
+    """A queue of jobs by tenant. Any thread may call the methods."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[str, deque[Job]] = OrderedDict()  # ordered by turns
         self._condition = threading.Condition()
-        self._used: dict[str, float] = {}  # seconds by tenant, only compared, never shown
+        self._used: dict[str, float] = {}  # seconds by tenant, for comparisons only
         self._size = 0
         self._num_ends = 0
 
@@ -33,7 +33,7 @@ class FairQueue(Generic[Job]):
         """Add a job after the tenant's other jobs; with `is_first`, before them."""
         with self._condition:
             if self._jobs and tenant not in self._jobs:
-                # A tenant with few jobs comes first; an absent tenant saves up one second at most.
+                # A tenant that has used less time comes first; absence saves up one second at most.
                 least = min(self._used.get(other, 0.0) for other in self._jobs)
                 self._used[tenant] = max(self._used.get(tenant, 0.0), least - _MOST_SAVED_SECONDS)
             jobs = self._jobs.setdefault(tenant, deque())
@@ -49,7 +49,8 @@ class FairQueue(Generic[Job]):
             if self._num_ends:
                 self._num_ends -= 1
                 return None
-            tenant = min(self._jobs, key=lambda name: self._used.get(name, 0.0))  # first of equals
+            # Of tenants with equal times, the first.
+            tenant = min(self._jobs, key=lambda name: self._used.get(name, 0.0))
             jobs = self._jobs[tenant]
             job = jobs.popleft()
             self._size -= 1
@@ -85,8 +86,8 @@ class FairQueue(Generic[Job]):
 
 class Shares:
     """Counts of entries by tenant, with a common limit of `most`. A single tenant may use the whole
-    limit while no other tenant needs any. A later tenant displaces an entry of the tenant with the
-    most. One thread makes all calls."""
+    limit while no other tenant needs a part. A later tenant displaces an entry of the tenant with
+    the most entries. One thread makes all calls."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -104,12 +105,12 @@ class Shares:
             del self._counts[tenant]
 
     def is_over(self, tenant: str) -> bool:
-        """Whether this tenant may add no entry: the limit is reached, and no tenant has more than
-        this one."""
+        """Whether this tenant may add no entry: the limit is reached, and no tenant has more
+        entries than `tenant`."""
         return self._are_full and self._counts[tenant] >= max(self._counts.values(), default=0)
 
     def who_gives_way(self) -> str | None:
-        """Return the tenant whose last entry must be removed for a new one; None if there is
+        """Return the tenant whose last entry must be removed for a new entry; None if there is
         room."""
         if not self._are_full or not self._counts:
             return None

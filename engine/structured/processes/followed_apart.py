@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grammars that run in the process that compiled them, instead of in the engine process.
 
-A mask row takes a message to the process and back, so accepted tokens are sent together with the
-next request for a row. The caller waits. A process over its limit on CPU time is killed, and only
-requests with its grammar end with an error."""
+A mask row takes a message to the process and an answer, so accepted tokens are sent together with
+the next request for a row. The caller waits for the answer. A process over its limit on CPU time is
+killed, and only requests with its grammar end with an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .limited_thread import Limit
 
 class GrammarApart(Grammar):
     """A grammar whose matchers run in a separate process. Any thread may call the methods. Freeing
-    the grammar ends the process, so it must be freed on a thread for which no step waits."""
+    the grammar ends the process, so no step may wait for the thread that frees it."""
 
     num_bytes = LARGE_BYTES
     is_apart = True
@@ -44,7 +44,7 @@ class GrammarApart(Grammar):
         return _MatcherApart(self, next(self._numbers))
 
     def note_matcher(self, change: int) -> None:
-        """Count a new matcher (+1) or one that ends (-1)."""
+        """Count a new matcher (`change` +1) or a matcher that ends (-1)."""
         with self._counting:
             self.num_matchers += change
             self.used = time.monotonic()
@@ -66,9 +66,9 @@ class _MatcherApart(Matcher):
     def __init__(self, grammar: GrammarApart, number: int) -> None:
         self._grammar = grammar
         self._number = number
-        self._pending: list[int] = []  # accepted tokens, still unknown to the process
-        self._rollback = 0  # tokens to take back before `_pending`
-        self._row: np.ndarray | None = None  # the row of the present position
+        self._pending: list[int] = []  # accepted tokens that are not yet sent
+        self._rollback = 0  # how many sent tokens to undo before `_pending`
+        self._row: np.ndarray | None = None  # the mask row of the present position
         self._may_end: bool | None = None
 
     def __del__(self) -> None:
@@ -111,7 +111,7 @@ class _MatcherApart(Matcher):
     def _query_process(self, *, is_wanted: bool) -> RowAnswer:
         """Send the pending tokens to the process, and return its answer for the present position.
         With `is_wanted` the answer has the mask row. Raises GrammarError."""
-        if not is_wanted and len(self._pending) > 1:  # only the last may be refused
+        if not is_wanted and len(self._pending) > 1:  # only the last token may be refused
             last = self._pending.pop()
             self._ask_with(self._pending, is_wanted=False)
             self._pending = [last]

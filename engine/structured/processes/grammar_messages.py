@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages to the grammar processes, and their answers: MessagePack over socket pairs. Messages to
+"""Messages to the grammar processes and the answers, as MessagePack over socket pairs. Messages to
 the first process are packets, some with file descriptors. The other processes use a stream, in
 which each message follows its length (u32, little-endian).
 
@@ -20,11 +20,11 @@ from ...request.structured_params import Kind
 from ..base import Form
 
 _LENGTH = struct.Struct("<I")
-MOST_BYTES = 64 * 1024**2  # a compiled grammar is many times a client's text
+MOST_BYTES = 64 * 1024**2  # limit of a message; compiled grammars are many times a client's text
 _MOST_PACKET_BYTES = 131072
-_MOST_TOGETHER = 65536  # up to so many bytes go together with the length
-LOOK_SECONDS = 0.05  # each look takes the interpreter's lock from the threads that compute
-SEND_SECONDS = 30.0  # ample: the other end reads once it gets a processor
+_MOST_TOGETHER = 65536  # a message up to this size is sent in one call with its length
+LOOK_SECONDS = 0.05  # each look takes the interpreter's lock from computing threads
+SEND_SECONDS = 30.0  # ample: the receiver reads as soon as it gets a processor
 
 Message = TypeVar("Message")
 
@@ -36,18 +36,18 @@ class Start(msgspec.Struct):
     model_path: str
     vocab_size: int
     end_ids: list[int]
-    memory_bytes: int  # to compile, beyond the first process's memory
+    memory_bytes: int  # for compiling, beyond the first process's memory
 
 
 class Started(msgspec.Struct):
-    """The answer to Start. A nonempty `error` says why the backend cannot be opened."""
+    """The answer to Start. A nonempty `error` is the reason why the backend cannot be opened."""
 
     error: str = ""
 
 
 class Fork(msgspec.Struct, tag=True):
-    """Fork a process; the packet carries its end of a socket pair. With `is_last` the new process
-    runs only while no other thread needs the CPU (SCHED_IDLE)."""
+    """Fork a process; the packet carries the new process's end of a socket pair. With `is_last` the
+    new process runs only while no other thread needs the CPU (SCHED_IDLE)."""
 
     is_last: bool
 
@@ -59,8 +59,8 @@ class Forked(msgspec.Struct):
 
 
 class Reap(msgspec.Struct, tag=True):
-    """Wait for a process that has ended or was killed. The kernel does not reuse its id before
-    that."""
+    """Wait for a process that has ended or was killed. The kernel does not reuse a process's id
+    before it is waited for."""
 
     pid: int
 
@@ -94,7 +94,7 @@ class Answer(msgspec.Struct):
 
 class Row(msgspec.Struct, tag=True):
     """Move a matcher of the last compiled grammar: undo `rollback` tokens, accept `tokens`, and
-    make a mask row if `is_wanted`. An unused number makes a new matcher."""
+    make a mask row if `is_wanted`. An unused `matcher` number makes a new matcher."""
 
     matcher: int
     rollback: int
@@ -105,7 +105,7 @@ class Row(msgspec.Struct, tag=True):
 
 class RowAnswer(msgspec.Struct):
     """The answer to Row. `num_accepted` counts the tokens before the first refused token. The
-    refused token and later ones change nothing, and then no row is made."""
+    refused token and later tokens change nothing; no row is made after a refused token."""
 
     num_accepted: int = 0
     may_end: bool = False

@@ -6,8 +6,8 @@
                                                          the engine process does not
 
 The first process reads no client data, so no grammar blocks it, and it replaces a killed process
-within milliseconds. The engine measures and kills the forked processes. Each forked process also
-limits its own memory and CPU time, in case the engine does not."""
+within milliseconds. The engine measures the CPU time of the forked processes and kills slow ones.
+Each forked process also limits its own memory and CPU time, in case the engine fails to do so."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ from .grammar_messages import (
 )
 
 Told = TypeVar("Told", Answer, RowAnswer)
-# A tenth of a busy processor, where it is not the last.
+# With this niceness a process gets a tenth of a busy processor (unless it has SCHED_IDLE).
 _NICENESS = 10
 _ASIDE_SECONDS = 0.001
-_MORE_SECONDS = 5  # so long beyond the limit the process ends by itself
+_MORE_SECONDS = 5  # seconds after the limit at which the process ends itself
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-# Packages that xgrammar imports but does not need here.
+# Packages that xgrammar imports and this module does not need.
 _STOOD_IN = ("torch", "transformers")
 
 
 def main() -> int:
     """Run the first process, and `_serve` in its children, until the engine closes its socket.
     Return the exit status."""
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal stops background writers by it
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it stops background writers
     os.nice(_NICENESS)
     control = socket.socket(fileno=int(sys.argv[1]))
     try:
@@ -78,7 +78,7 @@ def main() -> int:
             send_packet(control, Started(str(error)))
             return 1
         gc.collect()
-        gc.freeze()  # children collect only their own objects and copy no other pages
+        gc.freeze()  # children then collect only their own objects and copy no other pages
         send_packet(control, Started())
         connection, is_last = _fork_children(control)
     except (EOFError, OSError):
@@ -86,7 +86,7 @@ def main() -> int:
     try:
         _serve(connection, backend, start, is_last=is_last)
     except (EOFError, OSError):
-        os._exit(0)  # without the clean-up: only the parent does that
+        os._exit(0)  # without clean-up, which is for the parent only
     except BaseException:  # noqa: BLE001 - the last word of this process
         traceback.print_exc()
     os._exit(1)
@@ -94,7 +94,8 @@ def main() -> int:
 
 def _fork_children(control: socket.socket) -> tuple[socket.socket, bool]:
     """Fork and reap children in the first process. Raises EOFError when the engine has closed its
-    socket. Returns only in a child: the child's socket, and whether it `is_last` (SCHED_IDLE)."""
+    socket. Returns only in a child: the child's socket, and whether the child has SCHED_IDLE
+    (`is_last`)."""
     parent = os.getpid()
     while True:
         message: Fork | Reap
@@ -134,7 +135,7 @@ def _serve(connection: socket.socket, backend: Backend, start: Start, *, is_last
         answer: Answer | RowAnswer
         with aside():
             if isinstance(message, Ask):
-                follower = None  # free its memory first
+                follower = None  # free the old grammar first
                 answer, grammar = _try_out(backend, message, start.vocab_size)
                 follower = None if grammar is None else _Follower(grammar, start.vocab_size)
             elif follower is None:
@@ -145,7 +146,7 @@ def _serve(connection: socket.socket, backend: Backend, start: Start, *, is_last
 
 
 class _Follower:
-    """The matchers of one grammar."""
+    """The matchers of the one grammar that this process follows."""
 
     def __init__(self, grammar: Grammar, vocab_size: int) -> None:
         self._grammar = grammar
@@ -153,7 +154,7 @@ class _Follower:
         self._matchers: dict[int, Matcher] = {}
 
     def compute_row(self, asked: Row) -> RowAnswer:
-        """Return the answer to `asked`. Raises GrammarError."""
+        """Move a matcher as `asked`, and return the `RowAnswer`. Raises GrammarError."""
         matcher = self._matchers.get(asked.matcher)
         if matcher is None:
             matcher = self._matchers[asked.matcher] = self._grammar.matcher()
@@ -173,8 +174,7 @@ class _Follower:
 
 
 def _try_out(backend: Backend, ask: Ask, vocab_size: int) -> tuple[Answer, Grammar | None]:
-    """Compile a grammar. Return the answer and the grammar, or None in its place if compiling
-    failed."""
+    """Compile a grammar. Return the `Answer`, and the grammar, or None if compiling failed."""
     made: list[Grammar] = []
 
     def run() -> Answer:
@@ -192,7 +192,7 @@ def _try_out(backend: Backend, ask: Ask, vocab_size: int) -> tuple[Answer, Gramm
 
 
 def _told(run: Callable[[], Told], kind: Callable[..., Told]) -> Told:
-    """Return the result of `run`. If it raises, return an answer of `kind` with the error."""
+    """Return the result of `run`. If `run` raises, return an answer of `kind` with the error."""
     try:
         return run()
     except (GrammarError, MemoryError, RecursionError) as error:
@@ -206,22 +206,22 @@ def _standing_aside() -> Iterator[None]:
     """Sleep for 0.06 ms after each millisecond, so that the kernel then wakes this process on a
     free CPU. SCHED_IDLE alone is not enough: the scheduler owes time to a process that has waited
     for its CPU. Such a process runs from one clock tick to the next, and another process on that
-    CPU waits for 4 ms even if a CPU is idle. This process instead sleeps at once, at a signal that
-    came while it waited.
+    CPU waits for 4 ms even if another CPU is idle. A signal that came while this process waited
+    makes it sleep at once.
 
     The signal handler is the C library's `usleep`, because Python would run no handler before a
-    backend returns. The signal number is its argument, in microseconds."""
+    backend returns. The argument of `usleep`, in microseconds, is the signal number."""
     library = ctypes.CDLL(None)
     library.signal(int(signal.SIGALRM), library.usleep)
     signal.setitimer(signal.ITIMER_REAL, _ASIDE_SECONDS, _ASIDE_SECONDS)
     try:
         yield
-    finally:  # no signals while it waits for the next grammar
+    finally:  # no signals while the process waits for the next grammar
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 def _open(start: Start) -> Backend:
-    """Open the backend with all its imports, and without threads: a fork does not copy threads."""
+    """Open the backend with all its imports, and without threads, which a fork does not copy."""
     _stand_in()
     return open_backend(
         start.backend,
@@ -236,7 +236,7 @@ def _stand_in() -> None:
     is loaded already, or if the import fails with the stand-ins."""
     if importlib.util.find_spec("xgrammar") is None or "torch" in sys.modules:
         return
-    # tvm_ffi, through which xgrammar calls C, would use torch if it could import it.
+    # tvm_ffi, through which xgrammar calls C, would use torch if torch could be imported.
     sys.modules["torch"] = None  # type: ignore[assignment]  # cannot be imported
     try:
         importlib.import_module("tvm_ffi")
@@ -255,7 +255,7 @@ class _StandIn(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.__path__ = []  # like a package
+        self.__path__ = []  # marks the module as a package
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -266,7 +266,7 @@ class _StandIn(ModuleType):
 def _limit_memory(more_bytes: int) -> None:
     """Limit the address space to `more_bytes` beyond its present size, and disable core dumps."""
     _lower(resource.RLIMIT_CORE, 0)
-    with suppress(OSError):  # only Linux tells the size
+    with suppress(OSError):  # only Linux reports the size
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         most = pages * resource.getpagesize() + more_bytes
         _lower(resource.RLIMIT_AS, most)

@@ -54,23 +54,23 @@ logger = logging.getLogger(__name__)
 
 MEMORY_BYTES = 1024**3
 START_SECONDS = 300.0  # ample for a large vocabulary at low priority
-# A process that gets less than this share of a processor for so long is replaced by a process with
-# a niceness. New processes of the next _BUSY_SECONDS have a niceness too.
+# A process that gets less than _STARVED_SHARE of a processor for STARVED_SECONDS is replaced by a
+# process with a niceness. New processes of the next _BUSY_SECONDS have a niceness too.
 STARVED_SECONDS = 0.5
 _STARVED_SHARE = 0.05
 _BUSY_SECONDS = 30.0
-_CONTROL_SECONDS = 60.0  # to fork, or to reap
+_CONTROL_SECONDS = 60.0  # time limit of a fork or a reap
 _END_SECONDS = 5.0
 _MOST_IDLE = 2
 _COMMAND = python_command("-m", "stratakv.engine.structured.processes.grammar_process")
-_CPU_CLOCK = 2  # low three bits of a clock id on Linux; the inverted process id is above
-# No threads of libraries: a fork does not copy them.
+_CPU_CLOCK = 2  # low three bits of a clock id on Linux, below the inverted process id
+# Environment variables that keep libraries from starting threads, which a fork does not copy.
 _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }  # fmt: skip
 # Limits of grammars that the engine takes over: the seconds of the work that `build` repeats, and
-# the size of the form. For any other grammar the process that compiled it makes the masks.
+# the size of the form. Masks of other grammars are made by the process that compiled the grammar.
 BUILD_SECONDS = 0.5
 MOST_FORM_BYTES = 8 * 1024**2
 
@@ -89,7 +89,7 @@ class Tried(NamedTuple):
     form: Form
     first_words: bytes
     first_seconds: float
-    process: FollowingProcess | None  # follows the grammar; None: `Backend.build` takes it over
+    process: FollowingProcess | None  # makes the masks; None: the engine builds the grammar
 
 
 class GrammarProcesses:
@@ -113,13 +113,13 @@ class GrammarProcesses:
         self._busy: list[_Process] = []
         self._is_closed = False
         self._busy_until = 0.0 if hasattr(os, "SCHED_IDLE") else float("inf")
-        self.trusts_threads = True  # False: the engine takes over no more grammars
+        self.trusts_threads = True  # False: no more grammars are built in the engine process
 
     def try_out(self, spec: GrammarSpec, limit: Limit, *, is_second: bool = False) -> Tried:
-        """Compile a grammar in a process, and wait for it. Any thread may call this. Raises
-        GrammarError for a grammar that cannot be compiled, TooSlow if it takes longer than the
-        limit, and NotNow if the cause may lie outside the grammar."""
-        # A process that may have to follow the grammar is never SCHED_IDLE.
+        """Compile a grammar in a process, and wait for the result. Thread-safe. Raises GrammarError
+        for a grammar that cannot be compiled, TooSlow if it takes longer than the limit, and NotNow
+        if the cause may lie outside the grammar."""
+        # A process that may have to make the grammar's masks is never SCHED_IDLE.
         may_follow = self._start.backend == "xgrammar" and bool(why_untamed(spec))
         process = self._acquire_process(is_last=self._are_last and not may_follow)
         try:
@@ -149,12 +149,12 @@ class GrammarProcesses:
 
     def start_first_process(self) -> None:
         """Start the first process, unless it runs already, and wait until it can fork. Raises
-        NotNow, and GrammarError if it cannot open the backend."""
+        NotNow, and GrammarError if the backend cannot be opened."""
         self._open_first()
 
     def close(self) -> None:
-        """End the processes; a thread that waits for one gets a GrammarError. Does nothing when
-        repeated."""
+        """End the processes; a thread that waits for a process gets a GrammarError. A second call
+        does nothing."""
         with self._lock:
             self._is_closed = True
             processes = self._idle + self._busy
@@ -181,8 +181,8 @@ class GrammarProcesses:
 
     @property
     def _are_last(self) -> bool:
-        """Whether new processes are forked with SCHED_IDLE: not for a while after one of them got
-        almost no CPU time."""
+        """Whether new processes are forked with SCHED_IDLE. False for a while after a SCHED_IDLE
+        process got almost no CPU time."""
         return time.monotonic() >= self._busy_until
 
     def _is_taken_over(self, form: Form) -> bool:
@@ -194,7 +194,7 @@ class GrammarProcesses:
         )
 
     def _acquire_process(self, *, is_last: bool) -> _Process:
-        """Take an idle process or fork a new one, and count it as busy. Raises NotNow, and
+        """Take an idle process or fork a new process, and count it as busy. Raises NotNow, and
         GrammarError if the backend cannot be opened."""
         while (process := self._take_idle()) is not None:
             # Replace a process killed from outside, or a SCHED_IDLE process that would starve.
@@ -239,7 +239,7 @@ class GrammarProcesses:
 
     def _open_first(self) -> _FirstProcess:
         """Return the first process, which forks the others; start it if it does not run. Raises
-        NotNow, and GrammarError if it cannot open the backend."""
+        NotNow, and GrammarError if the backend cannot be opened."""
         with self._starting:
             with self._lock:
                 if self._is_closed:
@@ -262,7 +262,7 @@ class GrammarProcesses:
             return first
 
     def _drop_first(self, first: _FirstProcess) -> None:
-        """Kill a first process that has failed; its children end with it."""
+        """Kill a first process that has failed; its children end too."""
         with self._lock:
             if self._first is first:
                 self._first = None
@@ -277,7 +277,7 @@ class GrammarProcesses:
         self._end_process(process)
 
     def _end_process(self, process: _Process) -> int | None:
-        """Kill a process. Return its exit status, a negative signal number, or None if unknown."""
+        """Kill a process. Return its exit status (a signal's is negative), or None if unknown."""
         status = process.kill_and_reap()
         with self._lock:
             if process in self._busy:
@@ -309,8 +309,8 @@ class FollowingProcess:
         self.end_ids = processes.end_ids
 
     def fetch_row(self, asked: Row, limit: Limit) -> RowAnswer:
-        """Return the process's answer. Raises GrammarError. A process that takes too long is
-        killed, and its grammar fails."""
+        """Return the process's answer to `asked`. Raises GrammarError. A process that takes too
+        long is killed, and its grammar fails."""
         with self._turn:
             if self.is_gone:
                 raise GrammarError(GONE)
@@ -324,9 +324,9 @@ class FollowingProcess:
                 raise GrammarError(GONE) from None
 
     def release_matcher(self, matcher: int) -> None:
-        """Make the process drop a matcher. Does not wait."""
-        # While another thread has its turn no message is sent. The matcher then keeps its memory
-        # until the process ends.
+        """Make the process drop a matcher, without waiting."""
+        # No message is sent while another thread calls the process. The matcher then keeps its
+        # memory until the process ends.
         if self._turn.acquire(blocking=False):
             try:
                 if not self.is_gone:
@@ -343,11 +343,11 @@ class FollowingProcess:
 
 
 class _Starved(Exception):
-    """The process gets almost no CPU time."""
+    """Raised if a process gets almost no CPU time."""
 
 
 class _FirstProcess:
-    """The process that forks the other processes. It serves one call at a time."""
+    """The process that forks the other processes. Calls are served one at a time."""
 
     def __init__(self) -> None:
         self._asking = threading.Lock()
@@ -357,10 +357,10 @@ class _FirstProcess:
                 [*_COMMAND, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # its output is diagnostics
+                stdout=2,  # what the process prints is diagnostics
                 env={**os.environ, **_ENVIRONMENT},
-                # A group of its own: Ctrl-C reaches only this process, which then ends the other.
-                # The session is shared: SCHED_IDLE ranks last only within one session.
+                # A new process group, so that Ctrl-C reaches only the engine, which then ends the
+                # child. The session is not new, since SCHED_IDLE ranks last only within a session.
                 process_group=0,
             )
         except BaseException:
@@ -372,8 +372,8 @@ class _FirstProcess:
         self.pid = self._process.pid
 
     def wait_until_ready(self, start: Start) -> None:
-        """Wait until the process can fork. Raises GrammarError if it cannot open the backend,
-        EOFError or OSError if it has ended or does not answer."""
+        """Wait until the process can fork. Raises GrammarError if the backend cannot be opened,
+        EOFError or OSError if the process has ended or does not answer."""
         send_packet(self._control, start)
         deadline = time.monotonic() + START_SECONDS
         answer: Started = receive_packet(self._control, Started, _until(deadline))[0]
@@ -395,7 +395,7 @@ class _FirstProcess:
 
     def reap(self, pid: int) -> int | None:
         """Return the exit status of a child; None if unknown. Called once for each child."""
-        with suppress(EOFError, OSError):  # the first process has ended itself
+        with suppress(EOFError, OSError):  # the first process has ended too
             reaped: Reaped = self._exchange_packets(Reap(pid), Reaped)[0]
             return reaped.status
         return None
@@ -405,7 +405,7 @@ class _FirstProcess:
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
-        with suppress(OSError):  # wakes a thread that reads
+        with suppress(OSError):  # wakes a thread that reads the socket
             self._control.shutdown(socket.SHUT_RDWR)
         with self._asking:
             self._control.close()
@@ -419,7 +419,7 @@ class _FirstProcess:
 
 
 class _Process:
-    """A forked process. One thread at a time may call it, with one request at a time."""
+    """A forked process. Only one thread at a time may use a process."""
 
     def __init__(
         self, first: _FirstProcess, pid: int, descriptor: int, ours: socket.socket, *, is_last: bool
@@ -434,8 +434,8 @@ class _Process:
         self._has_ended = False
 
     def compile(self, spec: GrammarSpec, limit: Limit, *, is_second: bool) -> Answer:
-        """Compile a grammar, and wait. Raises GrammarError for a refused grammar, TooSlow,
-        _Starved, and EOFError or OSError if the process has ended."""
+        """Compile a grammar, and wait for the answer. Raises GrammarError for a refused grammar,
+        TooSlow, _Starved, and EOFError or OSError if the process has ended."""
         send(self._connection, Ask(*spec, is_second, limit.cpu_seconds))
         answer: Answer = receive(self._connection, Answer, self._make_watchdog(limit, "compile"))
         if answer.form is None:
@@ -443,7 +443,7 @@ class _Process:
         return answer
 
     def request_row(self, asked: Row, limit: Limit) -> RowAnswer:
-        """Fetch a mask row, and wait. Raises like `compile`, but never _Starved."""
+        """Request a mask row, and wait for it. Raises the errors of `compile` except _Starved."""
         send(self._connection, asked)
         answer: RowAnswer = receive(
             self._connection, RowAnswer, self._make_watchdog(limit, "follow")
@@ -473,7 +473,7 @@ class _Process:
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
             status = self._first.reap(self.pid)
             os.close(self._descriptor)
-            with suppress(OSError):  # wakes a thread that reads
+            with suppress(OSError):  # wakes a thread that reads the socket
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
             return status

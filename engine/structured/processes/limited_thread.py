@@ -2,16 +2,16 @@
 """A thread for work that should end soon but could not be stopped. Another thread can read how long
 the present piece of work has taken, and can abandon the working thread.
 
-The limit counts CPU time, so that a busy machine fails no piece; a second, far larger limit counts
-wall-clock time. An abandoned thread ends after its present piece, and has the lowest priority until
-then.
+The limit counts CPU time, so that no piece of work fails because the machine is busy; a second, far
+larger limit counts wall-clock time. An abandoned thread ends after its present piece, and has the
+lowest priority until then.
 
-A thread that gives way runs only while a CPU is free (SCHED_IDLE). On waking, any other thread
-preempts it at once; with a low `nice` priority alone the other thread would wait for the end of a
-time slice. Giving way lasts for one job, so that threads started in the next job do not inherit it.
-A thread that gets almost no CPU time stops giving way for good, because it may hold the
-interpreter's lock. Linux lets a thread leave SCHED_IDLE only with CAP_SYS_NICE or a large
-RLIMIT_NICE. Without either permission, no thread gives way."""
+A thread that gives way runs only while a CPU is free (SCHED_IDLE). Any other thread that wakes
+preempts the giving-way thread at once; with a low `nice` priority alone the other thread would wait
+for the end of a time slice. A thread gives way for one job only, so that threads started in the
+next job do not inherit SCHED_IDLE. A thread that gets almost no CPU time stops giving way for good,
+because it may hold the interpreter's lock. Linux lets a thread leave SCHED_IDLE only with
+CAP_SYS_NICE or a large RLIMIT_NICE. Without either permission, no thread gives way."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-LAST_OF_ALL = 19  # niceness
+LAST_OF_ALL = 19  # the niceness of an abandoned thread
 Job = Callable[["LimitedThread"], None]
-# A thread stops giving way if it gets less than this share of a processor for so long, in one job
-# or in several.
+# A thread stops giving way after STARVED_SECONDS, in one job or in several, with less than
+# _STARVED_SHARE of a processor.
 STARVED_SECONDS = 2.0
 _STARVED_SHARE = 0.05
 _TRY_SECONDS = 30.0
@@ -42,7 +42,7 @@ class Limit:
     """The time limits of one piece of work."""
 
     cpu_seconds: float
-    seconds: float = 120.0  # by the clock, for a piece that waits (none should)
+    seconds: float = 120.0  # wall-clock time, for a piece that waits (none should)
 
 
 class Jobs(Protocol):
@@ -57,11 +57,11 @@ class LimitedThread:
 
     def __init__(self, name: str, jobs: Jobs) -> None:
         self._jobs = jobs
-        # While the thread gives way: its processor time and the clock at the start of giving way,
-        # each minus the amount `_had` of earlier jobs.
+        # While the thread gives way: its processor time and the clock when it began to give way,
+        # each minus the amount in `_had` from earlier jobs.
         self._gave_way: tuple[float, float] | None = None
         self._had = 0.0, 0.0
-        self._starved = threading.Event()  # set: it gives way no more
+        self._starved = threading.Event()  # set: the thread gives way no more
         self._lock = threading.Lock()
         self._is_left = False
         self._began: tuple[float, float] | None = None  # start of the piece: processor time, clock
@@ -75,17 +75,17 @@ class LimitedThread:
         return self._thread.is_alive()
 
     def give_way(self) -> None:
-        """Run with SCHED_IDLE until the job ends. The job calls this, and from then on must wait
-        for nothing but a CPU."""
+        """Run with SCHED_IDLE until the job ends. The job calls this method, and from then on must
+        wait only for a CPU."""
         if self._gave_way is None and not self._starved.is_set() and _may_come_back():
             self._gave_way = time.thread_time() - self._had[0], time.monotonic() - self._had[1]
             _schedule(threading.get_native_id(), "SCHED_IDLE")
-            if self._starved.is_set():  # `is_over` has set it meanwhile
+            if self._starved.is_set():  # `is_over` has set the event meanwhile
                 _schedule(threading.get_native_id(), "SCHED_OTHER")
 
     def next_piece(self, note: Callable[[], None] = lambda: None) -> bool:
-        """Begin another piece of the job. The job calls this; `note` records the piece. If the
-        thread was abandoned, return False without calling `note`: the job must end."""
+        """Begin another piece of the job. The job calls this method; `note` records the piece. If
+        the thread was abandoned, return False without calling `note`: the job must end."""
         with self._lock:
             if self._is_left:
                 return False
@@ -94,14 +94,14 @@ class LimitedThread:
             return True
 
     def is_over(self, limit: Limit) -> bool:
-        """Whether the present piece has taken longer than the limit. The check takes no lock: each
-        step makes it, and a thread that gets no CPU time may hold the lock."""
+        """Whether the present piece has taken longer than the limit. The check takes no lock,
+        because each step calls it and a thread without CPU time may hold the lock."""
         began = self._began
         if began is None or self._clock is None or not self._thread.is_alive():
             return False
         try:
             cpu = time.clock_gettime(self._clock) - began[0]
-        except OSError:  # the thread has ended since
+        except OSError:  # the thread has ended meanwhile
             return False
         now = time.monotonic()
         seconds, gave_way = now - began[1], self._gave_way
@@ -112,8 +112,8 @@ class LimitedThread:
         return cpu > limit.cpu_seconds or seconds > limit.seconds
 
     def abandon_if_over(self, limit: Limit) -> bool:
-        """Abandon the thread if its present piece is over the limit, and return whether it was.
-        Later results of the thread are ignored."""
+        """Abandon the thread if its present piece is over the limit, and return whether the thread
+        was abandoned. Later results of the thread are ignored."""
         if not self.is_over(limit):
             return False
         with self._lock:
@@ -135,7 +135,7 @@ class LimitedThread:
             if self.next_piece():
                 try:
                     job(self)
-                except Exception:  # each job handles its own faults
+                except Exception:  # each job handles its own errors
                     logger.exception("a grammar's thread met a fault")
                 self._come_back()
             with self._lock:
@@ -154,9 +154,9 @@ class LimitedThread:
 
 
 def _put_last(thread_id: int | None) -> None:
-    """Give a thread the lowest priority. The thread must be abandoned, because any other thread
-    could then hold the interpreter's lock without getting a CPU. On Linux each thread has its own
-    `nice` value, which can always be raised."""
+    """Give a thread the lowest priority. The thread must be abandoned, because a thread in use
+    could hold the interpreter's lock without getting a CPU. On Linux each thread has its own `nice`
+    value, which can always be raised."""
     if thread_id is not None and sys.platform.startswith("linux"):
         with suppress(OSError):  # the thread has ended
             os.setpriority(os.PRIO_PROCESS, thread_id, LAST_OF_ALL)
@@ -169,7 +169,7 @@ def _is_next_to_nothing(cpu: float, seconds: float) -> bool:
 def _schedule(thread_id: int | None, policy: str) -> bool:
     """Set a thread's Linux scheduling policy, and return whether the system allowed it."""
     if thread_id is not None and hasattr(os, policy):
-        with suppress(OSError):  # the thread has ended, or this is not allowed
+        with suppress(OSError):  # the thread has ended, or the policy is not allowed
             os.sched_setscheduler(thread_id, getattr(os, policy), os.sched_param(0))
             return True
     return False
@@ -177,8 +177,8 @@ def _schedule(thread_id: int | None, policy: str) -> bool:
 
 @cache
 def _may_come_back() -> bool:
-    """Whether a SCHED_IDLE thread may become SCHED_OTHER again. A separate thread tries it, because
-    the process's capabilities alone do not show it."""
+    """Whether a SCHED_IDLE thread may become SCHED_OTHER again. A separate thread tries the change,
+    because the process's capabilities alone do not show whether it is allowed."""
     tried: list[bool] = []
 
     def attempt() -> None:

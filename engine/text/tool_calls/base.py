@@ -6,11 +6,11 @@
     parser.finish()   ──► Found   the rest; called once
 
 The joined results are the same for any division of the text into pieces. Calls are numbered from 0,
-and one ends before the next begins. Only the first piece of a call has the call's name. Marks such
-as `<tool_call>` are neither content nor arguments.
+and a call ends before the next call begins. Only the first piece of a call has the call's name.
+Marks such as `<tool_call>` are neither content nor arguments.
 
-An implementation must accept any text without raising. Text that is not a call is content, and
-arguments are returned as the model wrote them, JSON or not. A parser is used by one thread only."""
+An implementation must accept any text without raising. Text that is not a call is content.
+Arguments are returned unchanged, JSON or not. A parser is used by one thread only."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ WHITESPACE = " \t\r\n"
 
 
 class CallPiece(NamedTuple):
-    """An addition to a call: the name, or more text of the arguments."""
+    """An addition to a call: the call's name, or more text of the call's arguments."""
 
     number: int  # number of the call, from 0
-    name: str = ""  # set in the first piece
+    name: str = ""  # only in the first piece of a call
     arguments: str = ""
 
 
@@ -56,13 +56,13 @@ class ToolCallParser(ABC):
 
     @staticmethod
     def new_id() -> str:
-        """Return a new id for a call, in a form that the model's chat template accepts."""
+        """Return a new id for a call, in the form that the model's chat template accepts."""
         return f"call_{secrets.token_hex(12)}"
 
 
 class Output:
-    """A parser's results since the last `pop_found`. White space counts as content only between two
-    words, not next to a call."""
+    """A parser's results since the last `pop_found`. White space is content only between two words
+    of content, not next to a call."""
 
     __slots__ = ("_calls", "_content", "_count", "_follows_call", "_has_content", "_space")
 
@@ -70,7 +70,7 @@ class Output:
         self._content: list[str] = []
         self._calls: dict[int, CallPiece] = {}
         self._count = 0
-        self._space = ""  # white space, held back: a call may follow
+        self._space = ""  # held white space, since a call may follow
         self._follows_call = self._has_content = False
 
     def add_content(self, text: str) -> None:
@@ -107,7 +107,7 @@ class Output:
         self._content, self._calls = [], {}
         return found
 
-    take = pop_found  # its older name, which parsers of other packages call
+    take = pop_found  # the older name, which parsers of other packages use
 
 
 def merged(pieces: Iterable[CallPiece]) -> list[CallPiece]:

@@ -20,7 +20,7 @@ from .base import WHITESPACE, Found, Output, ToolCallParser, num_begun
 from .json_scan import CallObject, ValueEnd
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
-# The head between a mark and the arguments: a name and, in some versions, an id and a further mark.
+# A call's head, between mark and arguments: a name and, in some versions, an id and another mark.
 _MISTRAL_HEAD = re.compile(
     r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[CALL_ID\]\s*[A-Za-z0-9_-]*\s*)?(?:\[ARGS\]\s*)?\{"
 )
@@ -28,8 +28,8 @@ _MOST_HEAD_CHARACTERS = 256  # limit of a head, or of white space before a call
 
 
 class _StepParser(ToolCallParser):
-    """A parser that is a state machine. A state is a method that processes the remaining text,
-    `_rest`, and returns whether the next state can continue at once."""
+    """A parser that is a state machine. A state is a method that processes text from `_rest`, and
+    returns whether the next state can continue at once."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
@@ -54,7 +54,7 @@ class _StepParser(ToolCallParser):
 
     @abstractmethod
     def _handle_mark(self, mark: str) -> None:
-        """Set the state that follows a mark in the text."""
+        """Set the state that processes the text after a mark."""
 
     def _in_text(self) -> bool:
         found = [(at, mark) for mark in self.MARKS if (at := self._rest.find(mark)) >= 0]
@@ -84,18 +84,18 @@ class _StepParser(ToolCallParser):
             return False
         if self._object.has_begun:
             self._state = self._after_object
-        else:  # it was no call
+        else:  # the object was no call
             self._rest = self._object.text + self._rest
             self._state = self._in_text
         return True
 
     def _between(self, separators: str, then: Callable[[], bool]) -> bool:
         """Process the text after an object. After a separator or before `{`, expect another object;
-        otherwise continue as text."""
+        otherwise treat the text as content."""
         rest = self._rest.lstrip(WHITESPACE)
         has_separator = rest[:1] in tuple(separators)
         bare = rest[1:].lstrip(WHITESPACE) if has_separator else rest
-        # One character of the white space is kept.
+        # One character of the white space before the separator is kept.
         before = self._rest[: len(self._rest) > len(rest)] + rest[:has_separator]
         if not bare and not self._has_ended:
             self._rest = before
@@ -131,7 +131,7 @@ class HermesParser(_StepParser):
 
 
 class Llama3Parser(_StepParser):
-    """The parser for Llama 3.1 to 4. Without a mark, an answer is a call if it begins with an
+    """The parser for Llama 3.1 to 4. Without a mark, an answer is a call if it begins with a JSON
     object that has parameters and the name of one of the request's tools."""
 
     MARKS: ClassVar[tuple[str, ...]] = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
@@ -175,7 +175,7 @@ class MistralParser(_StepParser):
             self._state = self._head
 
     def _head(self) -> bool:
-        """Process the text after the mark: a list, an object, or a name with arguments."""
+        """Process the text after `[TOOL_CALLS]`: a list, an object, or a name with arguments."""
         rest = self._rest.lstrip(WHITESPACE)
         if rest.startswith("["):
             self._rest = rest[1:]
@@ -214,7 +214,7 @@ class MistralParser(_StepParser):
 
 class ListParser(MistralParser):
     """The parser of an answer that is a JSON list of calls, as the grammar of required tool calls
-    makes it. A call that ends before its arguments is left out."""
+    makes it. A call that is cut off before its arguments is left out."""
 
     MARKS: ClassVar[tuple[str, ...]] = ()
 
@@ -230,7 +230,7 @@ class ListParser(MistralParser):
 
 
 class ArgumentsParser(ToolCallParser):
-    """The parser of an answer that is the arguments of the only allowed tool."""
+    """The parser of an answer that consists of the arguments of the only allowed tool."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)

@@ -15,13 +15,13 @@ from collections.abc import Collection
 
 from .base import WHITESPACE, Output
 
-# Llama's form says `parameters`, the other forms say `arguments`.
+# The keys of a call's arguments: Llama's form has `parameters`, all other forms `arguments`.
 _ARGUMENTS = ("arguments", "parameters")
 _KNOWN_KEYS = ("name", "type", "id", *_ARGUMENTS)
 
 
 class ValueEnd:
-    """Finds the end of a JSON value. The value begins with the first character scanned."""
+    """A search for the end of a JSON value, which begins with the first scanned character."""
 
     __slots__ = ("_depth", "_escaped", "_in_string", "is_done")
 
@@ -48,7 +48,7 @@ class ValueEnd:
             elif char in "{[":
                 self._depth += 1
             elif self._depth == 0 and (char in ",:}]" or char in WHITESPACE):
-                self.is_done = True  # a number or a word ends before this character
+                self.is_done = True  # a number or word ends before `char`
                 return at
             elif char in "}]":
                 self._depth -= 1
@@ -76,29 +76,29 @@ _STEPS = {
 
 
 class CallObject:
-    """A JSON object that may be a call. When name and arguments are certain, it begins a call in
-    `output` and adds the arguments.
+    """A JSON object that may be a call. When name and arguments are certain, the call and its
+    arguments are added to `output`.
 
-    `only_known`: no mark shows that the object is a call, so it must have a name in `names`, only
-    the keys of a call, and arguments. Without `only_known` a name is enough, and missing arguments
-    are `{}`."""
+    With `only_known`, as in text without a mark, an object is a call only if it has a name in
+    `names`, arguments, and no other keys than a call's. Without `only_known` a name is enough, and
+    missing arguments are `{}`."""
 
     def __init__(self, output: Output, names: Collection[str], *, only_known: bool = False) -> None:
         self._output = output
         self._names, self._only_known = names, only_known
         self._next = _Next.OBJECT
         self._part: ValueEnd | None = None  # an unfinished key or value
-        self._written = ""  # the text of that part
+        self._written = ""  # the text of `_part`
         self._key = ""
         self._name = ""
         self._arguments: str | None = None  # complete arguments, if they are not streamed
         self._streams = False
         self.has_begun = False
         self.is_over = False  # the object has ended, or is no call
-        self.text = ""  # its whole text, until the call has begun
+        self.text = ""  # the object's text, until the call has begun
 
     def scan_text(self, text: str) -> int:
-        """Add text up to the object's end, and return the number of characters used."""
+        """Add text up to the end of the object, and return the number of characters used."""
         at = 0
         while at < len(text) and not self.is_over:
             before = at
@@ -121,8 +121,8 @@ class CallObject:
         self.is_over = True
 
     def _scan_char(self, char: str) -> int:
-        """Process a character between keys and values. Return 1, or 0 if the character begins a key
-        or value or ends the search."""
+        """Process a character between keys and values. Return 1 if the character is used, or 0 if
+        it begins a key or value or ends the object."""
         step = _STEPS.get((self._next, char))
         if step is not None:
             self._next = step
@@ -154,12 +154,12 @@ class CallObject:
         return end
 
     def _take_part(self) -> None:
-        """Process a key or a value that has ended."""
+        """Process the key or value in `_written`, which has ended."""
         if self._next is not _Next.VALUE:
             self._key = _text_of(self._written) or ""
             self._next = _Next.COLON
             if self._only_known and self._key not in _KNOWN_KEYS:
-                self.is_over = True  # now: the object may be a long answer
+                self.is_over = True  # no later, since the object may be a long answer
             return
         self._next = _Next.COMMA
         if self._streams:

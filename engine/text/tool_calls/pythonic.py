@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parser of calls written as a Python list: `[f(city="Bonn", days=3), g()]`.
 
-Llama 3.2, Llama 4 and ToolACE use this format. Values are parsed as literals and never executed. A
+Llama 3.2, Llama 4 and ToolACE use this form. Values are parsed as literals and never executed. A
 value that is not a literal becomes a string. Arguments are output one after another, as JSON."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .base import WHITESPACE, Found, Output, ToolCallParser, num_begun
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]")
 _KEYWORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# JSON's words, which models mix in.
+# JSON's words, which models write among Python's literals.
 _WORDS = {"true": True, "false": False, "null": None}
 _START, _END = "<|python_start|>", "<|python_end|>"
 
@@ -30,7 +30,7 @@ class PythonicParser(ToolCallParser):
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
         self._output = Output()
-        self._held = ""  # text that may be a mark; in a list: text since the last certain call
+        self._held = ""  # text that may be a mark, or a list's text after the last certain call
         self._word = ""  # an unfinished name, keyword or value
         self._word_ended = False
         self._keyword = ""
@@ -82,7 +82,7 @@ class PythonicParser(ToolCallParser):
             self._state = self._before_list
         return rest[at + len(mark) :]
 
-    # The states of a list. Each returns whether it allows the character.
+    # The states within a list: each method returns whether the character is allowed.
 
     def _before_list(self, char: str) -> bool:
         if char == "[":
@@ -136,7 +136,7 @@ class PythonicParser(ToolCallParser):
         return True
 
     def _in_word(self, char: str, allowed: re.Pattern[str]) -> bool:
-        """Add a character of a name, which may have white space around it."""
+        """Add a character of a name, which may have white space around it, if it is allowed."""
         if char in WHITESPACE:
             self._word_ended = bool(self._word)
             return True
@@ -148,7 +148,7 @@ class PythonicParser(ToolCallParser):
         self._state = state
 
     def _begin_call(self) -> None:
-        """Output the beginning of the call, which is certain now."""
+        """Add the call, which is certain now, to the output."""
         if not self._begun:
             self._begun = True
             self._num_calls += 1
@@ -162,7 +162,7 @@ class PythonicParser(ToolCallParser):
 
 
 class _ValueScan:
-    """Finds the end of a Python literal among the arguments of a call."""
+    """A search for the end of a Python literal among the arguments of a call."""
 
     __slots__ = ("_depth", "_escaped", "_quote")
 
@@ -194,7 +194,7 @@ class _ValueScan:
 def _as_json(written: str) -> str:
     """Return a literal as JSON; return any other text as a JSON string."""
     written = written.strip()
-    # Models break lines inside quotes; Python wants `\n` there.
+    # Models write line breaks inside quotes, where a Python literal needs `\n`.
     for source in (written, written.replace("\n", "\\n")):
         try:
             value = _plain(ast.parse(source, mode="eval").body)

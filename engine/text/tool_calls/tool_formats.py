@@ -23,7 +23,7 @@ from .pythonic import PythonicParser
 
 ENTRY_POINTS = "stratakv.tool_parsers"
 FLAG = "--tool-call-parser"
-NONE = "none"  # given in place of a name: calls are not searched
+NONE = "none"  # the name with which no calls are searched
 
 # The built-in parsers, by vLLM's names.
 PARSERS: Mapping[str, type[ToolCallParser]] = {
@@ -35,8 +35,8 @@ PARSERS: Mapping[str, type[ToolCallParser]] = {
     "pythonic": PythonicParser,
 }
 
-# A parser, texts (its models' templates have at least one of them), and texts that occur only in
-# templates of another form. The first parser that fits is used.
+# A parser, texts of which the chat templates of its models have at least one, and texts that occur
+# only in templates of another form. The first parser that fits is used.
 _SIGNS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("hermes", ("<tool_call>",), ("<function=", "<arg_key>", "<|tool_call>")),
     ("mistral", ("[TOOL_CALLS]",), ()),
@@ -56,7 +56,7 @@ class ToolFormat(NamedTuple):
 def make_tool_format(
     parser: type[ToolCallParser] | None, tokenizer: Tokenizer | None, marks: ReasoningMarks | None
 ) -> ToolFormat | None:
-    """Return the format of this parser; None without a parser or a tokenizer."""
+    """Return the `ToolFormat` of a parser; None without a parser or a tokenizer."""
     if parser is None or tokenizer is None:
         return None
     special = tokenizer.special_token_ids

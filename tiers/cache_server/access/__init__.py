@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access to the cache server: credentials, tenants and each tenant's share."""
+"""Access to the cache server: credentials, tenants, and each tenant's share of calls."""

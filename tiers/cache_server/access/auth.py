@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Authentication of calls: finds the tenant of a call. Handlers call `current_tenant`.
+"""Authenticator: finds the tenant of a call by its credentials. Handlers call `current_tenant`.
 
 Credentials are a token in `authorization: Bearer ...` or a client certificate that TLS has verified
-(TLS refuses expired certificates). If a call has both, both must belong to one tenant."""
+(TLS refuses expired certificates). A call's token and certificate must belong to one tenant."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Authenticator:
 
 
 def _token(headers: Sequence[str | bytes]) -> bytes:
-    """The bearer token of the only header; empty without one. No tenant has the empty token."""
+    """Return the bearer token of the only header; "" without one. No tenant has the empty token."""
     header = headers[0]
     raw = header if isinstance(header, bytes) else header.encode("utf-8", "surrogateescape")
     scheme, _, token = raw.partition(b" ")

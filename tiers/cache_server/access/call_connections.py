@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits on gRPC connections. A connection without valid credentials is shut down after a time.
+"""Limits on gRPC connections. After some time without valid credentials, one is shut down.
 
-grpc does not expose its connections, but they are file descriptors of this process. A few times a
-second, a thread lists the connections of the gRPC port, and shuts down
+grpc does not expose its connections, but each connection is a file descriptor of this process. A
+few times a second, a thread lists the connections of the gRPC port, and shuts down
 
     strangers        connections on which no call has had valid credentials: after a time; and the
                      oldest ones if one address, or all addresses together, have too many
     tenants' newest  the newest connections of a tenant that has more than its share
 
-grpc then closes these connections. The thread identifies a connection by its inode. Before a
-shutdown it compares the inode of a duplicate descriptor, so that it shuts down no other connection.
-"""
+grpc then closes the connections that were shut down. The thread identifies a connection by its
+inode. Before a shutdown the thread compares the inode of a duplicate descriptor, so that no other
+connection is shut down."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from .shares import Shares
 
 log = logging.getLogger(__name__)
 
-# Reasons to end a connection: no valid credentials in time; too many strangers from one address;
-# too many strangers in all; more connections than the tenant's share.
+# Reasons to end a connection: no valid credentials in time; too many connections without
+# credentials from one address, or in all; more connections than the tenant's share.
 SILENT, ADDRESS, STRANGERS, SHARE = REASONS = ("silent", "address", "strangers", "share")
 
 LOOK_SECONDS = 0.2  # between two rounds of the thread
@@ -49,7 +49,7 @@ class _Connection:
     fd: int
     inode: int
     peer: Peer
-    seen_at: float  # the time when the thread first saw it
+    seen_at: float  # the time when the thread first listed it
 
 
 class CallConnections:
@@ -74,7 +74,7 @@ class CallConnections:
 
     @property
     def most_known(self) -> int:
-        """The most connections of all tenants together. The rest is for strangers."""
+        """The most connections of all tenants together. Other connections are for strangers."""
         return max(1, self._limits.max_connections - self._limits.max_strangers)
 
     def start(self, port: int) -> None:
@@ -101,7 +101,7 @@ class CallConnections:
         while not self._ending.wait(LOOK_SECONDS):
             try:
                 self.look_once()
-            except Exception:  # without this thread strangers could stay
+            except Exception:  # the thread must go on: without it strangers could stay
                 log.exception("the connections of calls could not be looked at")
 
     def look_once(self) -> None:
@@ -110,7 +110,7 @@ class CallConnections:
             known = {_peer(text): (text, tenant) for text, tenant in self._tenants.items()}
         connections = self._connections()
         here = {connection.peer for connection in connections}
-        with self._lock:  # forget closed peers; `known` lacks peers noted since this round began
+        with self._lock:  # remove closed peers, but not peers noted since this round began
             for peer, (text, _) in known.items():
                 if peer not in here:
                     del self._tenants[text]
@@ -179,16 +179,16 @@ class CallConnections:
                 try:
                     duplicate.shutdown(socket.SHUT_RDWR)
                 except OSError:
-                    continue  # it has gone by itself
-            # If grpc closes the socket late, the next round must not shut it down and count it
-            # again.
+                    continue  # the connection was closed meanwhile
+            # If grpc closes the socket late, the next round must not shut down and count this
+            # connection again.
             self._seen[connection.inode] = None
             self.turned_away[why] += 1
             self._count(why)
 
 
 def _duplicate(fd: int, inode: int) -> socket.socket | None:
-    """A duplicate of the socket at `fd`, or None if its inode is not `inode`."""
+    """Return a duplicate of the socket at `fd`, or None if its inode is not `inode`."""
     try:
         copy = os.dup(fd)
     except OSError:
@@ -209,7 +209,7 @@ def _peer(text: str) -> Peer:
 
 
 def _plain(host: str) -> str:
-    """The canonical text of an IP address, without a zone. Turns IPv4-mapped IPv6 into IPv4."""
+    """Return the canonical text of an IP address, without a zone; IPv4-mapped IPv6 becomes IPv4."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

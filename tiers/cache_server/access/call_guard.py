@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interceptor around every call. It authenticates the call, sets its deadline, limits the calls
-of its tenant, turns an error into a status of `wire/status.py`, and counts the call.
+"""CallGuard: the interceptor around every call, which authenticates the call, sets its deadline,
+limits its tenant's calls, turns errors into a status of `wire/status.py`, and counts the call.
 
 Calls of grpc.health.v1 need no credentials and are not intercepted."""
 
@@ -57,7 +57,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
         return self._running
 
     def set_tenants(self, tenants: Tenants) -> None:
-        """Admit calls of these tenants from now on. Running calls continue."""
+        """Admit only calls of `tenants` from now on. Running calls continue."""
         self._shares.set_tenants(len(tenants))
         self._authenticator.set_tenants(tenants)
 
@@ -102,7 +102,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has n
             code = grpc.StatusCode.CANCELLED
             raise
         except grpc.aio.InternalError as error:
-            # The client has left before everything was written.
+            # The client has closed the call before the answer was written.
             code = grpc.StatusCode.CANCELLED
             raise asyncio.CancelledError(f"{path}: the client has left") from error
         except Exception as error:  # noqa: BLE001 - the border: every error becomes a status

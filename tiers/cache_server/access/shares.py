@@ -5,8 +5,8 @@
     kept    for each tenant: half an equal share, and at least one; no other tenant can take them
     cap     of one tenant: an equal share, and at least an eighth of all places
 
-Some places are kept for each tenant, and the rest go to the first tenants that ask. A tenant at its
-cap leaves the kept places of other tenants free. Thread-safe."""
+Places beyond the kept ones go to the first tenants that request them. A tenant at its cap leaves
+the kept places of other tenants free. Thread-safe."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _MOST_SHARES = 8
 
 
 class Shares:
-    """Divides `most` places among `num_tenants` tenants."""
+    """A division of `most` places among `num_tenants` tenants."""
 
     def __init__(self, most: int, num_tenants: int) -> None:
         self._wanted = most
         self._lock = threading.Lock()
         self._taken: collections.Counter[str] = collections.Counter()
-        self._beyond = 0  # places that tenants have beyond their kept ones
+        self._beyond = 0  # places that tenants have beyond their kept places
         self.set_tenants(num_tenants)
 
     def set_tenants(self, num_tenants: int) -> None:
@@ -32,11 +32,11 @@ class Shares:
             self.most = max(self._wanted, num_tenants)
             self.kept = max(1, self.most // (2 * num_tenants))
             self.cap = max(self.kept, self.most // min(num_tenants, _MOST_SHARES))
-            self._for_all = self.most - self.kept * num_tenants  # in order of arrival
+            self._for_all = self.most - self.kept * num_tenants  # for the first to request them
             self._beyond = sum(max(0, has - self.kept) for has in self._taken.values())
 
     def take_place(self, tenant: str) -> bool:
-        """Take a place for this tenant. Return False if there is none."""
+        """Take a place for a tenant. Return False if no place is free for it."""
         with self._lock:
             has = self._taken[tenant]
             if has >= self.kept:

@@ -28,21 +28,21 @@ from ...errors import TierConfigError
 DEFAULT_TENANT = "default"
 MAX_TENANTS = 1024
 _MAX_FILE_CHARACTERS = 4 * 1024**2
-_MIN_TOKEN_CHARACTERS = 16  # a shorter token could be guessed
+_MIN_TOKEN_CHARACTERS = 16  # shorter tokens could be guessed
 _MAX_TOKEN_CHARACTERS = 4096
 _TOKEN_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _FIELDS = ("name", "token_sha256", "certificate_names", "cpu_bytes", "ssd_bytes", "pool")
 
-# Reads a size such as 64 or "64GiB". The first argument is the name for messages. Raises for any
+# A function (name for messages, value) that reads a size such as 64 or "64GiB", and raises for any
 # other value.
 SizeReader = Callable[[str, Any], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant. Tenants with the same `pool` share one tenant store; others have their own."""
+    """A tenant. Tenants with the same `pool` share a tenant store; each other tenant has one."""
 
     name: str
     cpu_bytes: int
@@ -50,7 +50,7 @@ class Tenant:
     pool: str = ""
     token_digests: tuple[bytes, ...] = ()
     certificate_names: tuple[str, ...] = ()
-    # For the only tenant of a server without a tenants file.
+    # True for the only tenant of a server without a tenants file.
     takes_any_certificate: bool = False
     takes_anyone: bool = False
 
@@ -69,7 +69,7 @@ class Quota:
 
 
 class Tenants:
-    """The tenants of a server. Raises TierConfigError if two share a name or a credential."""
+    """A server's tenants. Raises TierConfigError if two tenants share a name or a credential."""
 
     def __init__(self, tenants: Sequence[Tenant]) -> None:
         if not 1 <= len(tenants) <= MAX_TENANTS:
@@ -104,7 +104,7 @@ class Tenants:
         return result
 
     def with_fewer_credentials(self, after: Tenants) -> set[str]:
-        """The names of tenants that are missing in `after` or have fewer credentials in it."""
+        """Return the names of tenants without an entry or with fewer credentials in `after`."""
         found = set()
         for tenant in self._all:
             later = after.by_name(tenant.name)
@@ -122,7 +122,7 @@ class Tenants:
         return self._by_name.get(name)
 
     def by_token(self, token: bytes) -> Tenant | None:
-        """The tenant of a token, or None. Comparing hashes reveals nothing about other tokens."""
+        """Return a token's tenant, or None. Comparing hashes reveals nothing about other tokens."""
         return self.by_digest(hashlib.sha256(token).digest()) if token else None
 
     def by_digest(self, digest: bytes) -> Tenant | None:
@@ -131,8 +131,8 @@ class Tenants:
         return tenant if hmac.compare_digest(known, digest) else None
 
     def by_certificate(self, names: Iterable[str]) -> Tenant | None:
-        """The tenant of a verified client certificate, else the tenant that takes any certificate,
-        or None. It is None if two tenants have its names."""
+        """Return the tenant of a verified client certificate with `names`, else the tenant that
+        takes any certificate, or None. The result is None if two tenants have a name in `names`."""
         found = {
             self._by_certificate[name.lower()].name: self._by_certificate[name.lower()]
             for name in names
@@ -148,8 +148,8 @@ def new_token() -> str:
 
 
 def token_digest(token: str, called: str = "the token") -> bytes:
-    """The SHA-256 of a token, as in a tenants file. Raises TierConfigError for a token that a
-    header cannot carry or that is too short. Messages never contain the token."""
+    """Return the SHA-256 of a token, as in a tenants file. Raises TierConfigError for a token that
+    a header cannot carry or that is too short. Messages never contain the token."""
     if not (token.isascii() and token.isprintable()) or " " in token:
         raise TierConfigError(
             f"{called} holds a space, a line break or a letter beyond ASCII, which clients cannot "
@@ -166,8 +166,8 @@ def token_digest(token: str, called: str = "the token") -> bytes:
 def only_tenant(
     cpu_bytes: int, ssd_bytes: int, token: str | None, *, has_client_ca: bool
 ) -> Tenants:
-    """The only tenant of a server without a tenants file. Without a token and without a client CA,
-    the tenant accepts every caller."""
+    """Make the only tenant of a server without a tenants file. Without a token and without a client
+    CA, the tenant accepts every caller."""
     return Tenants(
         [
             Tenant(
@@ -266,7 +266,7 @@ def _positive(number: int, where: str) -> int:
 
 
 def _texts(value: Any, where: str) -> list[str]:
-    """The texts in a field whose value is one text or a list of texts."""
+    """Return the texts in a field whose value is one text or a list of texts."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise TierConfigError(f"{where}: expected a text or a list of texts")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tickets for the data connection. A ticket opens one connection of a tenant and soon expires.
+"""Tickets for data connections. A ticket opens one connection of a tenant and soon expires.
 
 A ticket identifies the caller, so the data connection needs no other credentials. A valid ticket
 must be kept as secret as a token. Thread-safe."""
@@ -26,7 +26,7 @@ class Tickets:
         self._seconds = seconds
         self._clock = clock
         self._lock = threading.Lock()
-        # In the order of expiry, because all tickets are valid for the same time.
+        # Ordered by expiry, because all tickets are valid for the same time.
         self._open: dict[bytes, tuple[Caller, float]] = {}
         self._count: dict[str, int] = {}
 
@@ -51,7 +51,7 @@ class Tickets:
             return ticket
 
     def use_ticket(self, ticket: bytes) -> Caller | None:
-        """Invalidate a ticket. Return the caller that got it, or None if it was not valid."""
+        """Invalidate a ticket. Return the caller of a valid ticket, or None."""
         with self._lock:
             self._expire(self._clock())
             return self._remove(ticket)

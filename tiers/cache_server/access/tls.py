@@ -23,10 +23,10 @@ from ...settings.file import read_ordinary
 
 log = logging.getLogger(__name__)
 
-WARN_DAYS = 14  # before the end of a certificate
+WARN_DAYS = 14  # days before a certificate's end from which warnings are logged
 _MAX_FILE_BYTES = 1024**2
 _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----(.+?)-----END CERTIFICATE-----", re.DOTALL)
-# Tags of DER that a certificate has around its times.
+# The DER tags that are needed to find the times in a certificate.
 _SEQUENCE, _VERSION, _UTC_TIME, _LONG_TIME = 0x30, 0xA0, 0x17, 0x18
 
 
@@ -39,7 +39,7 @@ class TlsFiles:
     client_ca: Path | None = None
 
     def ends_at(self) -> dict[Path, datetime]:
-        """Certificate files with their certificates' earliest ends. Raises TierConfigError."""
+        """Return the earliest certificate end in each certificate file. Raises TierConfigError."""
         files = {self.cert: "--tls-cert"}
         if self.client_ca is not None:
             files[self.client_ca] = "--tls-client-ca"
@@ -47,7 +47,7 @@ class TlsFiles:
         return {path: end for path, end in ends.items() if end is not None}
 
     def configuration(self) -> Any:
-        """The certificate configuration for gRPC. Raises TierConfigError."""
+        """Return the certificate configuration for gRPC. Raises TierConfigError."""
         self.context()  # raises for unusable files, with a reason that grpc does not give
         client_ca = None if self.client_ca is None else _read(self.client_ca, "--tls-client-ca")
         return grpc.ssl_server_certificate_configuration(
@@ -56,13 +56,13 @@ class TlsFiles:
         )
 
     def context(self) -> ssl.SSLContext:
-        """The SSL context for sockets. Raises TierConfigError."""
+        """Return the SSL context for sockets. Raises TierConfigError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         for path, flag in ((self.cert, "--tls-cert"), (self.key, "--tls-key")):
             _read(path, flag)
         try:
-            # Without a callback OpenSSL would ask on the terminal for the password of a key.
+            # Without a callback OpenSSL would request a key's password on the terminal.
             context.load_cert_chain(self.cert, self.key, password=lambda: "")
         except (ssl.SSLError, OSError) as error:
             raise TierConfigError(
@@ -82,7 +82,7 @@ class TlsFiles:
 
 
 class LiveTls:
-    """The TLS of a running server. Thread-safe. Raises TierConfigError for unusable files."""
+    """The TLS files of a running server. Thread-safe. Raises TierConfigError for unusable files."""
 
     def __init__(self, files: TlsFiles) -> None:
         self.files = files
@@ -93,7 +93,7 @@ class LiveTls:
         self.look_at_ends()
 
     def credentials(self) -> Any:
-        """gRPC's server credentials. Each handshake fetches a new configuration, if any."""
+        """Return gRPC's server credentials; each handshake uses the newest configuration."""
         return grpc.dynamic_ssl_server_credentials(
             self._first,
             self._take_fresh,
@@ -136,17 +136,17 @@ class LiveTls:
 
     @property
     def first_end(self) -> float:
-        """The earliest end of all certificates, in seconds since 1970; 0 if no end is known."""
+        """Return the earliest end of a certificate, in seconds since 1970; 0 if none is known."""
         return min((end.timestamp() for end in self.ends.values()), default=0.0)
 
     def _take_fresh(self) -> Any:
-        """Return each new configuration once, and otherwise None. gRPC's threads call this."""
+        """Return a new configuration once, and None in later calls. gRPC's threads call this."""
         fresh, self._fresh = self._fresh, None
         return fresh
 
 
 def end_of(pem: bytes) -> datetime | None:
-    """The earliest end of the certificates in a PEM file; None if no end can be read."""
+    """Return the earliest end of the certificates in a PEM file; None if no end can be read."""
     ends = []
     for match in _PEM.finditer(pem):
         try:
@@ -157,8 +157,9 @@ def end_of(pem: bytes) -> datetime | None:
 
 
 def _not_after(der: bytes) -> datetime:
-    """The end (notAfter) of an X.509 certificate in DER. Its inner sequence has version, serial
-    number, algorithm, issuer and validity (two times). Raises ValueError, IndexError otherwise."""
+    """Return the end (notAfter) of an X.509 certificate in DER. Its inner sequence has version,
+    serial number, algorithm, issuer and validity (two times). Raises ValueError, IndexError
+    otherwise."""
     _, certificate, _ = _element(der, _SEQUENCE)
     _, rest, _ = _element(certificate, _SEQUENCE)
     if rest[0] == _VERSION:
@@ -168,7 +169,7 @@ def _not_after(der: bytes) -> datetime:
     _, validity, _ = _element(rest, _SEQUENCE)
     tag, text, _ = _element(_element(validity)[2])
     if tag == _UTC_TIME:
-        # A year of two digits; 50 and above are in the twentieth century.
+        # Of years with two digits, 50 and above are in the twentieth century.
         century = b"19" if text[:2] >= b"50" else b"20"
         text = century + text
     elif tag != _LONG_TIME:
@@ -177,7 +178,7 @@ def _not_after(der: bytes) -> datetime:
 
 
 def _element(data: bytes, wanted: int | None = None) -> tuple[int, bytes, bytes]:
-    """The tag and content of the first DER element, and the bytes after the element."""
+    """Return the tag and content of the first DER element, and the bytes after the element."""
     tag, length, start = data[0], data[1], 2
     if length & 0x80:
         start += length & 0x7F

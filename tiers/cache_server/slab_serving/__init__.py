@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves an engine's slab to other engines."""
+"""The parts that serve an engine's slab to other engines."""

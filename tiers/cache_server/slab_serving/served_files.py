@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files for serving an engine's blocks: token, certificate, key and client CA.
 
-The serving process reads the files when it starts and again when a file changes, so that renewed
-files need no restart."""
+The serving process reads the files at its start and whenever a file changes, so that renewed files
+need no restart."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_TOKEN_BYTES = 4096
 
 
 class ServedFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The paths of these files as text (they are sent as JSON); None for an unused file."""
+    """The paths of the files as text, since paths are sent as JSON; None for an unused file."""
 
     token_file: str | None = None
     tls_cert: str | None = None
@@ -45,11 +45,11 @@ class ServedFiles(msgspec.Struct, frozen=True, kw_only=True):
             token_digest(token, f"the token in {self.token_file} (--kv-serve-token-file)")
 
     def token(self) -> str | None:
-        """Read the token. Raises TierConfigError for an unreadable file or one open to others."""
+        """Read the token. Raises TierConfigError for a file unreadable or open to others."""
         return None if self.token_file is None else _read_token(Path(self.token_file))
 
     def tls(self) -> TlsFiles | None:
-        """The paths of the TLS files, or None without TLS. Reads no file."""
+        """Return the paths of the TLS files, or None without TLS. Reads no file."""
         from ..access.tls import TlsFiles
 
         if self.tls_cert is None or self.tls_key is None:
@@ -58,7 +58,7 @@ class ServedFiles(msgspec.Struct, frozen=True, kw_only=True):
         return TlsFiles(Path(self.tls_cert), Path(self.tls_key), client_ca)
 
     def state(self) -> tuple[object, ...]:
-        """A value that changes when a file has been written or replaced."""
+        """Return a value that changes when a file has been written or replaced."""
         return tuple(
             state_of(Path(path))
             for path in (self.token_file, self.tls_cert, self.tls_key, self.tls_client_ca)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PeerStore: serves an engine's slab to other engines through the cache service. The other engines
-can load blocks, but cannot store or delete any.
+"""PeerStore: serves an engine's slab to other engines through the cache service. Other engines can
+load blocks, but can neither store nor delete blocks.
 
 Blocks are sent from their slots. The engine does not evict a block while it is sent or leased
-(`slab/slab_index.py`). A block that was evicted just before that is a miss."""
+(`slab/slab_index.py`). A block that was evicted just before is a miss."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from ..served_store import Listener, ServedStore
 
 log = logging.getLogger(__name__)
 
-# The share of slots that reads and leases may hold; the rest is left to the engine.
+# The share of slots that reads and leases may hold; other slots are left to the engine.
 HELD_SHARE = 0.5
-SLAB = "cpu"  # the only tier
-# Longer than a client waits for a load. A slot that is read for longer may get another block; the
-# client then finds that the digest differs.
+SLAB = "cpu"  # the name of the only tier
+# The protection of a slot that is read, longer than a client waits for a load. A slot that is read
+# for longer may get another block, whose digest differs.
 READ_SECONDS = 30.0
-_LOOK_SECONDS = 0.01  # between two looks at the index while there are listeners
+_LOOK_SECONDS = 0.01  # between two reads of the index, with listeners
 _CLOSE_SECONDS = 1.0
 
 
@@ -57,7 +57,7 @@ class PeerStore(ServedStore):
         self._leases = Leases[list[Found]](
             lambda lease: self._release_slots(lease.held), MAX_LEASES
         )
-        self._reads: dict[int, list[Found | None]] = {}  # by id() of the read lease
+        self._reads: dict[int, list[Found | None]] = {}  # by the `id()` of a read lease
         self._listening = threading.Lock()
         self._listeners: list[Listener] = []
         self._stats = TierStats(capacity_bytes=size, capacity_blocks=self.num_slots)
@@ -66,7 +66,7 @@ class PeerStore(ServedStore):
 
     @property
     def corrupt_blocks(self) -> int:
-        return 0  # no blocks come in
+        return 0  # no client stores blocks
 
     @property
     def memory_fd(self) -> int:
@@ -99,7 +99,7 @@ class PeerStore(ServedStore):
         read_lease = ReadLease(list(keys), slots, list(keys), LoadTicket([], [], []))
         self._reads[id(read_lease)] = found
         hits = len(slots) - slots.count(None)
-        with self._lock:  # each session has a thread of its own
+        with self._lock:  # each session has its own thread
             self._stats.hits += hits
             self._stats.loaded_blocks += hits
             self._stats.loaded_bytes += hits * self.page_bytes
@@ -242,7 +242,7 @@ class PeerStore(ServedStore):
             try:
                 with self._lock:
                     self._refresh()
-            except Exception:  # this thread is the only one that tells watchers
+            except Exception:  # the thread must go on: no other one reports to watchers
                 log.exception("the index of the engine's blocks could not be read")
 
     def _check_open(self) -> None:

@@ -2,8 +2,8 @@
 """SlabServing: runs the process (`slab_process.py`) that serves an engine's slab to other engines.
 
 A thread watches the process. If the process ends, or writes nothing for `SILENT_SECONDS`, the
-thread starts a new process after a pause, which grows with each failure. Until then other engines
-get misses without waiting."""
+thread starts a new process after a pause, which grows with each failure. Until the new process is
+ready, other engines get misses without waiting."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from .served_files import ServedFiles, in_flags_of_serve
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 60.0  # for a process to be ready on a busy host
-_PAUSES = (0.5, 1.0, 2.0, 5.0, 15.0, 60.0)  # before each new start; the last one repeats
+START_SECONDS = 60.0  # time for a process to start on a busy host
+_PAUSES = (0.5, 1.0, 2.0, 5.0, 15.0, 60.0)  # before each new start; the last pause repeats
 SILENT_SECONDS = 30.0  # the process writes a line every few seconds, also when idle
 _MAX_LINE_BYTES = 64 * 1024
-_STEADY_SECONDS = 120.0  # after a process ran for so long, the pauses start from the first again
-_END_SECONDS = 1.0  # from the end of the process's output to its exit
+_STEADY_SECONDS = 120.0  # after a run of this length, the first pause is next
+_END_SECONDS = 1.0  # time between the end of a process's output and its exit
 _MODULE = "stratakv.tiers.cache_server.slab_serving.slab_process"
 
 
@@ -60,7 +60,7 @@ class SlabServing:
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0
         self.num_starts = 0
-        self._sent_before = (0, 0)  # blocks and bytes that ended processes sent
+        self._sent_before = (0, 0)  # blocks and bytes that earlier processes sent
         self._sent = (0, 0)
         self._held = 0
         self._thread = threading.Thread(
@@ -80,7 +80,7 @@ class SlabServing:
         return self._ready.is_set() and self._process is not None
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start, and gauges. The values are about a second old."""
+        """Return counters since the start, and gauges. The values are about a second old."""
         blocks, size = (a + b for a, b in zip(self._sent_before, self._sent, strict=True))
         return {
             "serving_up": float(self.is_up),
@@ -110,7 +110,7 @@ class SlabServing:
             began = time.monotonic()
             try:
                 self._run_once()
-            except Exception:  # this thread is the only one that starts it again
+            except Exception:  # the thread must go on: no other one restarts the process
                 log.exception("the process that serves this engine's blocks cannot be looked after")
             if not self._ready.is_set():  # the constructor reports the first failure
                 self._error = self._error or "the process that serves blocks could not be started"
@@ -131,7 +131,7 @@ class SlabServing:
             self._closing.wait(pause)
 
     def _run_once(self) -> None:
-        """Start a process and read its lines until it ends."""
+        """Start a process, and read the lines of its output until the process ends."""
         index = self._slab.index
         assert index is not None
         slab_fd = os.open(f"/proc/self/fd/{self._slab.fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -162,7 +162,7 @@ class SlabServing:
             self._error = f"it hung: {error}"
         except BrokenPipeError:
             pass  # the process ended before it read its input
-        except ValueError:  # `close` has closed its standard input
+        except ValueError:  # `close` has closed the process's standard input
             if not self._closing.is_set():
                 raise
         finally:
@@ -182,12 +182,12 @@ class SlabServing:
     def _handle_line(self, line: bytes) -> None:
         try:
             said: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.MsgspecError:  # a line of the interpreter itself
+        except msgspec.MsgspecError:  # a line that the Python interpreter wrote
             log.warning("%s", line.decode(errors="replace").rstrip())
             return
         if "ready" in said:
             self.port = int(said["ready"])
-            # A restarted process uses the same port.
+            # A restarted process uses the port of the first process.
             self._start["port"] = self.port
             self._error = ""
             if self._slab.index is not None:
@@ -205,7 +205,7 @@ class SlabServing:
 
 def _lines(stream: IO[bytes], first_seconds: float, silent_seconds: float) -> Iterator[bytes]:
     """Yield a pipe's lines, in pieces of _MAX_LINE_BYTES at most. Raises TimeoutError after
-    `first_seconds` without a first byte, or `silent_seconds` without a later one."""
+    `first_seconds` without a first byte, or `silent_seconds` without a later byte."""
     held, wait = b"", first_seconds
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
@@ -230,7 +230,7 @@ def _start_of(
     settings: ServeSettings,
     namespace: bytes,
 ) -> dict[str, Any]:
-    """The fields of `slab_process.Start` except the descriptors. Raises TierConfigError."""
+    """Return the fields of `slab_process.Start` except the descriptors. Raises TierConfigError."""
     from ..access.tenants import new_token
 
     paths = (settings.token_file, settings.tls_cert, settings.tls_key, settings.tls_client_ca)

@@ -5,8 +5,8 @@
     standard output    lines of JSON: {"ready": port}, {"error": why}, {"log": [level, text]},
                        {"sent": [blocks, bytes], "held": blocks}
 
-The process can read the slab's memory and its index, and can protect slots from eviction. It runs
-at a lower priority than the engine, and no engine step waits for a lock of this process."""
+The process can read the slab's memory and its index, and can protect slots from eviction. The
+process has a lower priority than the engine, and no engine step waits for one of its locks."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _NICE = 5
 _DRAIN_SECONDS = 2.0
 _SWITCH_SECONDS = 0.0005
 _TELL_SECONDS = 1.0
-_LOOK_SECONDS = 5.0  # between two looks at the files of token and TLS
-_MAX_QUIET_SECONDS = 2.0  # unchanged values are sent again: the engine ends a silent process
+_LOOK_SECONDS = 5.0  # between two checks of the token and TLS files
+_MAX_QUIET_SECONDS = 2.0  # then unchanged values are sent again: the engine ends a silent process
 
 log = logging.getLogger("stratakv.tiers.cache_server.slab_serving.slab_process")
 
 
 class Start(msgspec.Struct, kw_only=True):
-    """The settings of this process. It inherits the file descriptors `slab_fd` and `index_fd`."""
+    """The settings of this process. The descriptors `slab_fd` and `index_fd` are inherited."""
 
     slab_fd: int
     index_fd: int
@@ -59,13 +59,13 @@ class Start(msgspec.Struct, kw_only=True):
     port: int
     data_port: int
     files: ServedFiles
-    own_token: str | None  # for clients of this user on this machine
+    own_token: str | None  # the token for this user's clients on this machine
     insecure: bool
     log_level: int
 
 
 class PeerStores(ServedStores):
-    """Gives the one store of the engine to every authenticated caller."""
+    """The stores of this server: every authenticated caller gets the engine's one store."""
 
     def __init__(self, store: PeerStore, names: list[str]) -> None:
         self._store = store
@@ -115,12 +115,12 @@ def tell(what: Mapping[str, object]) -> None:
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
         except BrokenPipeError:
-            pass  # the engine is gone; the end of standard input ends this process
+            pass  # the engine has ended; the end of standard input ends this process
 
 
 def main() -> int:
     """Serve until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the engine too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to the engine too
     line = sys.stdin.buffer.readline(MAX_START_BYTES)
     try:
         start = msgspec.json.decode(line, type=Start)
@@ -167,7 +167,7 @@ def make_server(start: Start) -> CacheServer:
 
 
 def _tenants(start: Start) -> Tenants:
-    """The only tenant, with the present token in the file. Raises TierConfigError."""
+    """Make the only tenant, with the token that the file has now. Raises TierConfigError."""
     token = start.files.token()
     return only_tenant(
         start.num_slots * BlockLayout(*start.layout).slot_bytes,
@@ -208,7 +208,7 @@ class RenewedFiles:
             await asyncio.sleep(_LOOK_SECONDS)
             try:
                 await self.reload_changed()
-            except Exception:  # the only task that ever looks
+            except Exception:  # the task must go on: no other one reloads files
                 log.exception("the files of --kv-serve cannot be looked at")
 
     def _settings(self) -> ServerSettings:
@@ -221,7 +221,7 @@ async def _serve(server: CacheServer, renewed: RenewedFiles) -> int:
 
     def wait_for_the_end() -> None:
         while sys.stdin.buffer.read(4096):
-            pass  # no more input is expected
+            pass  # only the end of input is expected
         loop.call_soon_threadsafe(ended.set)
 
     loop.add_signal_handler(signal.SIGTERM, ended.set)

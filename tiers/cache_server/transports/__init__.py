@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache server's ways to move blocks: gRPC streams, sockets, shared memory."""
+"""The cache server's transports of blocks: gRPC streams, sockets, shared memory."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BlockReceiver: writes the pieces of one Store call to slots of the tenant store and hashes them.
+"""BlockReceiver: copies the pieces of one Store call to slots of the tenant store and hashes them.
 
     pieces of one block, in order ──► its slot ──► its digest ──► end of the store, in groups
 
@@ -19,7 +19,7 @@ from ...wire.raw_messages import Piece
 from ..leases import WriteLease
 from ..served_store import ServedStore
 
-GROUP_BYTES = 8 * 1024**2  # whole blocks are stored in groups of so many bytes
+GROUP_BYTES = 8 * 1024**2  # complete blocks are stored in groups of this size
 
 
 @dataclass(slots=True, eq=False)
@@ -28,29 +28,29 @@ class _Block:
 
     index: int
     write_lease: WriteLease
-    proof: Proof  # from the sender
-    target: memoryview | None  # its slot, None if the tenant store does not want it
+    proof: Proof  # the sender's proof
+    target: memoryview | None  # the block's slot; None if the block is not wanted
     hasher: xxhash.xxh3_128
     received: int = 0
     is_good: bool = False
 
 
 class BlockReceiver:
-    """Receives the blocks of one call. Call `begin_block` with the first piece of a block,
-    `take_piece` with every piece, `store_whole` when `is_full`, `finish_store` at the end, and
-    `close` in any case. These methods, except `take_piece`, call the tenant store."""
+    """Receives the blocks of one call. The caller calls `begin_block` with the first piece of a
+    block, `take_piece` with every piece, `store_whole` when `is_full`, `finish_store` at the end,
+    and `close` in any case. All methods except `take_piece` call the tenant store."""
 
     def __init__(self, tenant_store: ServedStore) -> None:
         self._tenant_store = tenant_store
         self._layout_id = tenant_store.layout.layout_id()
         self._current: _Block | None = None
-        self._whole: list[_Block] = []  # received to the end, but not stored yet
+        self._whole: list[_Block] = []  # complete blocks that are not stored yet
         self._states: list[State] = []
         self._kept: list[bytes] = []
         self._groups = 0
 
     def take_piece(self, piece: Piece) -> None:
-        """Copy the next piece to its slot. Raises WireError if a piece before it is missing."""
+        """Copy the next piece to its slot. Raises WireError if an earlier piece is missing."""
         block = self._current
         if block is None or (piece.index, piece.offset) != (block.index, block.received):
             raise WireError(
@@ -66,7 +66,7 @@ class BlockReceiver:
             )
         if block.target is not None:
             block.target[block.received : end] = piece.payload
-            # Hash the slot and not the message, because clients will load the slot.
+            # The slot is hashed and not the message, because clients will load the slot.
             block.hasher.update(block.target[block.received : end])
         block.received = end
         if end == self._tenant_store.page_bytes:
@@ -79,8 +79,8 @@ class BlockReceiver:
             self._end_current()
         self.store_whole()
         if self._groups > 1:
-            # Groups were stored in prompt order. Without this touch the prompt's first blocks would
-            # be evicted first.
+            # Groups were stored in prompt order. Without a touch the prompt's first blocks would be
+            # evicted first.
             self._tenant_store.touch(self._kept)
         return self._states
 
@@ -99,7 +99,7 @@ class BlockReceiver:
     def begin_block(self, piece: Piece) -> None:
         """Reserve a slot for the block whose first piece is `piece`. Raises WireError."""
         if self._current is not None:
-            self._end_current()  # the sender left it incomplete
+            self._end_current()  # the sender left the last block incomplete
         count = len(self._states) + len(self._whole)
         if piece.header is None:
             raise WireError("the first piece of a block carries its header")
@@ -123,7 +123,7 @@ class BlockReceiver:
         self._current = None
 
     def store_whole(self) -> None:
-        """Store received blocks, the last first: a prompt's last blocks are evicted first."""
+        """Store received blocks, the last first: a prompt's last blocks are to be evicted first."""
         stored: list[tuple[bytes, State]] = []
         while self._whole:
             block = self._whole.pop()
@@ -131,8 +131,8 @@ class BlockReceiver:
             (state,) = self._tenant_store.end_store(block.write_lease, [proof])
             stored.append((block.write_lease.keys[0], state))
         stored.reverse()
-        # A MISS was PENDING: the block was sent twice, or another call, which may have ended,
-        # stored it.
+        # A MISS was PENDING before: the block was sent twice, or another call, which may have
+        # ended, was storing the block.
         unsure = [i for i, (_, state) in enumerate(stored) if state is State.MISS]
         found = self._tenant_store.lookup([stored[i][0] for i in unsure])
         for i, state in zip(unsure, found, strict=True):

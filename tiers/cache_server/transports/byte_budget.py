@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ByteBudget: limits the bytes in flight. A stream waits in a queue until other streams have given
-back enough bytes. Only one event loop may use a budget."""
+"""ByteBudget: limits the bytes in flight. A stream waits in a queue until other streams have
+returned enough bytes. Only one event loop may use a budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import deque
 
 
 class ByteBudget:
-    """Grants up to `total` bytes in order of arrival: small requests overtake no large one."""
+    """Grants `total` bytes in order of arrival: small requests overtake no large request."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -21,7 +21,7 @@ class ByteBudget:
         return self._total - self._free
 
     async def take_bytes(self, wish: int) -> int:
-        """Wait for `wish` bytes, `total` at most. Return the number to give back."""
+        """Wait for `wish` bytes, `total` at most. Return the number that must be returned later."""
         wish = min(wish, self._total)
         if not self._line and wish <= self._free:
             self._free -= wish
@@ -32,13 +32,13 @@ class ByteBudget:
             return await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                self._serve()  # later requests may fit, although this one did not
-            else:  # the bytes were granted at the same moment
+                self._serve()  # later requests may fit, although this request did not
+            else:  # the bytes were granted meanwhile
                 self.give_back_bytes(turn.result())
             raise
 
     def resize(self, total: int) -> None:
-        """Change the total. Bytes already taken stay taken until they are given back."""
+        """Change the total. Granted bytes stay granted until they are returned."""
         self._free += total - self._total
         self._total = total
         self._serve()
@@ -51,7 +51,7 @@ class ByteBudget:
         while self._line:
             wish, turn = self._line[0]
             if not turn.cancelled():
-                wish = min(wish, self._total)  # the total may have become less
+                wish = min(wish, self._total)  # the total may have shrunk
                 if wish > self._free:
                     return
                 self._free -= wish

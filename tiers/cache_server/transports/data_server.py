@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DataServer: accepts data connections on a TCP port, with TLS if the gRPC service uses TLS. The
-kernel chooses the sizes of socket buffers, because its choice is better than any fixed size."""
+kernel chooses the sizes of socket buffers, which is better than any fixed size."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DataServer(SessionServer):
         self._tls = tls
 
     def start(self) -> int:
-        """Listen, and return the port. Raises TierConfigError if that fails."""
+        """Listen, and return the port. Raises TierConfigError if the port cannot be opened."""
         try:
             infos = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
             family, _, _, _, address = infos[0]
@@ -55,7 +55,7 @@ class DataServer(SessionServer):
     def _wrap(self, sock: socket.socket) -> Connection:
         if self._tls is None:
             return Connection(sock)
-        # The socket's timeout limits the handshake.
+        # The timeout of the socket limits the time of the handshake.
         return Connection(self._tls.wrap_socket(sock, server_side=True))
 
     def _session(self, connection: Connection, tenant_store: ServedStore) -> Session:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DataSession: serves LOAD and STORE, which move blocks between slots and the connection.
 
-While one part of a LOAD is sent, the disk reads the next part. All slots are released however the
-connection ends."""
+While one part of a LOAD is sent, the disk reads the next part. All slots are released, in whatever
+way the connection ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARTS_AHEAD = 2  # parts of a LOAD that are being read or sent
 class DataSession(Session):
     """The session of a client that shares no memory."""
 
-    _is_in_memory = False  # whether the last part of a LOAD needed no read from the disk
+    _is_in_memory = False  # whether a LOAD's last part needed no read from disk
 
     def _answers(self) -> Mapping[Verb, Callable[[RequestFrame, float], None]]:
         return {Verb.LOAD: self._serve_load, Verb.STORE: self._store}
@@ -35,7 +35,7 @@ class DataSession(Session):
         sizes = tenant_store.page_bytes, tenant_store.num_slots
         most = part_blocks(*sizes, MOST_PART_BYTES)
         # The first part from a disk is small, because sending starts when the part has been read.
-        # Later parts grow, because each part costs a millisecond of a busy CPU.
+        # Later parts are larger, because each part costs a millisecond of a busy CPU.
         size = most if self._is_in_memory else part_blocks(*sizes)
         start = parts = 0
         read_leases: deque[ReadLease] = deque()
@@ -51,8 +51,8 @@ class DataSession(Session):
                 self._send_part(request, read_leases[0], deadline)
                 tenant_store.end_load(read_leases.popleft())
             if parts > 1:
-                # Parts were read in prompt order. Without this touch the first blocks would be
-                # evicted first.
+                # Parts were read in prompt order. Without a touch the prompt's first blocks would
+                # be evicted first.
                 tenant_store.touch(keys)
         finally:
             for read_lease in read_leases:
@@ -85,7 +85,7 @@ class DataSession(Session):
             payloads = tenant_store.buffers(slots)
             receive_blocks(self._connection, payloads, None, PROOF_BYTES, deadline, arrived)
         finally:
-            # Keep blocks that were received whole, even if the connection ended after them.
+            # Complete blocks are kept, even if the connection ended after them.
             for index, (trailer, hasher) in zip(wanted, arrived, strict=False):
                 proof = unpack_proof(trailer)
                 proofs[index] = proof if proof.digest == hasher.digest() else None

@@ -3,8 +3,8 @@
 
 The socket is in its own folder, which only this user can enter, and the server refuses clients of
 other users (SO_PEERCRED). The client's ticket selects the tenant store, so no client gets another
-tenant's memory. The server locks its folder; a later server removes unlocked folders, which killed
-servers left."""
+tenant's memory. The server locks its folder; a later server removes the unlocked folders that
+killed servers left."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MemoryServer(SessionServer):
     _folder_lock: int | None = None
 
     def start(self) -> str:
-        """Listen, and return the path. Raises TierConfigError if that fails."""
+        """Listen, and return the path. Raises TierConfigError if no socket can be made."""
         why = []
         for parent in _parents():
             try:
@@ -53,7 +53,7 @@ class MemoryServer(SessionServer):
 
     def _start_in(self, parent: str) -> str:
         _remove_left_folders(parent)
-        self._folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)  # 0700
+        self._folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)  # mode 0700
         self._folder_lock = _lock(self._folder)
         path = os.path.join(self._folder, _SOCKET)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -98,7 +98,7 @@ class MemoryServer(SessionServer):
 
 
 def _lock(folder: str) -> int | None:
-    """Lock a folder. Return a descriptor, or None if it is locked already. May raise OSError."""
+    """Lock a folder. Return a descriptor, or None for a locked folder. May raise OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,7 +112,7 @@ def _lock(folder: str) -> int | None:
 
 
 def _parents() -> list[str]:
-    """Parents to try for the socket's folder, in order. The first writable one is used."""
+    """Return parents for the socket's folder. The first writable parent is used."""
     runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
     named = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - the folder in it is 0700 and new
     return list(dict.fromkeys((named, "/tmp", runtime, "/dev/shm")))  # noqa: S108 - likewise
@@ -120,7 +120,7 @@ def _parents() -> list[str]:
 
 def _remove_left_folders(parent: str) -> None:
     """Remove the folders that this user's killed servers left. A folder without a socket stays,
-    because another server may be making it. May raise OSError."""
+    since another server may be starting in it. May raise OSError."""
     for entry in os.scandir(parent):
         with contextlib.suppress(OSError):
             if not entry.name.startswith(_PREFIX) or not entry.is_dir(follow_symlinks=False):

@@ -2,10 +2,10 @@
 """MemorySession: serves PIN, UNPIN, RESERVE and COMMIT for memory that the client has mapped.
 
 A lease ends at its deadline or with its connection, so a killed client keeps no slots. A client
-that is stopped during a copy continues to write when it runs again. The slots that it reserved
-therefore stay unused until the client sends COMMIT or its connection ends. Until then the server
-does not close the connection as idle. If a client writes to a slot after that, other clients notice
-that the block's tag does not match."""
+that is stopped during a copy continues to write when it runs again. The slots that such a client
+reserved therefore stay unused until it sends COMMIT or its connection ends, and the server does not
+close the connection as idle before. If a client writes to a slot later, other clients find that the
+block's tag does not match."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..leases import Lease, Leases, ReadLease, WriteLease
 from ..served_store import ServedStore
 from .session import Draining, Session
 
-MAX_HELD = 64  # leases of one connection at a time
+MAX_HELD = 64  # the most leases of one connection at a time
 
 
 class MemorySession(Session):
@@ -36,7 +36,7 @@ class MemorySession(Session):
     ) -> None:
         super().__init__(connection, tenant_store, limits, draining)
         self._leases = Leases[ReadLease | WriteLease](self._expired)
-        self._withheld: dict[int, list[int]] = {}  # slots out of use, by the number of the lease
+        self._withheld: dict[int, list[int]] = {}  # unused slots, by number of the lease
 
     def close(self) -> None:
         for lease in self._leases:
@@ -150,7 +150,7 @@ class MemorySession(Session):
 
 
 def _seconds(request: RequestFrame) -> float:
-    """The length of the requested lease. Raises WireError if it is out of range."""
+    """Return the seconds of the requested lease. Raises WireError for a value out of range."""
     seconds = request.argument / 1000
     if not 0 < seconds <= MAX_LEASE_SECONDS:
         raise WireError(f"a lease runs for up to {MAX_LEASE_SECONDS:g} s, not {seconds:g}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Session: the server's side of one data connection. It answers requests in order. `DataSession`
+"""Session: the server's side of one data connection, which answers requests in order. `DataSession`
 and `MemorySession` implement the verbs."""
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ..served_store import ServedStore
 
 
 class Draining:
-    """A flag that the server is shutting down. `fd` wakes the threads that wait for a socket."""
+    """A flag that is set when the server shuts down. `fd` wakes threads that wait for a socket."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.has_begun = False
 
     def begin_drain(self) -> None:
-        """Set the flag. Any thread may call this. Idempotent."""
+        """Set the flag. Any thread may call this method. Idempotent."""
         self.has_begun = True
         os.eventfd_write(self.fd, 1)
 
     def close(self) -> None:
-        """Close `fd`. No thread may still wait for it."""
+        """Close `fd`, for which no thread may still wait."""
         os.close(self.fd)
 
 
@@ -62,14 +62,15 @@ class Session(ABC):
         self._limits = limits
         self._draining = draining
         self._verbs = self._answers()
-        self.is_known: Callable[[], bool] = lambda: True  # whether the client may still ask
+        self.is_known: Callable[[], bool] = lambda: True  # whether the credentials are valid
 
     @abstractmethod
     def _answers(self) -> Mapping[Verb, Callable[[RequestFrame, float], None]]:
-        """The methods that answer the verbs. Each takes the request and a deadline."""
+        """Return the method that answers each verb; a method takes a request and a deadline."""
 
     def run(self) -> None:
-        """Answer requests until end or silence. Raises ConnectionLost, NotKnown, WireError."""
+        """Answer requests until the client ends or is idle. Raises ConnectionLost, NotKnown,
+        WireError."""
         while self._wait_for_request():
             if not self.is_known():
                 raise NotKnown("the client's credentials are not known any more")
@@ -91,7 +92,7 @@ class Session(ABC):
         """Release all blocks and slots that the client has leased."""
 
     def _wait_for_request(self) -> bool:
-        """Wait for a request. False after `idle_seconds` without one, or when the server drains."""
+        """Wait for a request. Return False after `idle_seconds`, or when the server drains."""
         silent_until = time.monotonic() + self._limits.idle_seconds
         return self._connection.wait_readable(silent_until, self._draining.fd)
 

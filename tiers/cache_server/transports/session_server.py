@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SessionServer: accepts data connections. A thread for each connection serves it.
+"""SessionServer: accepts data connections, each of which a separate thread serves.
 
 The number of connections is limited, in total and for each tenant. A stranger (a connection that
-has not sent a ticket) has a short time to send one. If the total is reached, the oldest stranger is
-shut down. `DataServer` and `MemoryServer` are the two implementations."""
+has not sent a ticket) has a short time to send a ticket. If the total is reached, the oldest
+stranger is shut down. `DataServer` and `MemoryServer` are the two implementations."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from .session import Draining, NotKnown, Session
 log = logging.getLogger(__name__)
 
 _BACKLOG = 128
-_TELL_SECONDS = 1.0  # between two warnings about faults of clients
-_PAUSE_SECONDS = 0.5  # before another try, and for threads to end after an abort
+_TELL_SECONDS = 1.0  # between two warnings about clients' faults
+_PAUSE_SECONDS = 0.5  # before another `accept`, and for aborted threads to end
 
 
 class Opened(NamedTuple):
@@ -45,15 +45,15 @@ class Opened(NamedTuple):
 
     tenant_store: ServedStore
     tenant: str
-    # Whether the client's credentials are still valid; called before every request.
+    # Returns whether the client's credentials are still valid; called before every request.
     is_known: Callable[[], bool] = lambda: True
 
 
-# Reasons to refuse or end a connection: no valid ticket; no place for its tenant; no ticket while
-# all places are taken; credentials that no longer belong to the tenant.
+# Reasons to refuse or end a connection: no valid ticket; no place for its tenant; no ticket sent
+# while all places are taken; credentials that no longer belong to the tenant.
 TICKET, BUSY, SILENT, CREDENTIALS = REFUSALS = ("ticket", "busy", "silent", "credentials")
 
-# Returns None for an invalid ticket.
+# A function from a ticket to what the ticket opens; None for an invalid ticket.
 Resolve = Callable[[bytes], Opened | None]
 
 
@@ -81,7 +81,7 @@ class SessionServer(ABC):
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
         self._sessions: dict[threading.Thread, Connection | None] = {}
-        # Connections without a ticket yet, the oldest first, with a duplicate socket for shutdown.
+        # Connections without a ticket, the oldest first, each with a duplicate socket for shutdown.
         self._strangers: dict[threading.Thread, socket.socket] = {}
         self._draining = Draining()
         self._closed = False
@@ -116,7 +116,7 @@ class SessionServer(ABC):
         self._acceptor.start()
 
     def close(self, timeout_seconds: float) -> None:
-        """Accept no more connections. Abort those open after `timeout_seconds`. Idempotent."""
+        """Stop accepting. Abort connections still open after `timeout_seconds`. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -124,7 +124,7 @@ class SessionServer(ABC):
             self._draining.begin_drain()
             listener, self._listener = self._listener, None
         if listener is not None:
-            listener.shutdown(socket.SHUT_RDWR)  # wakes the acceptor
+            listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
             listener.close()
         self._join(time.monotonic() + timeout_seconds)
         for connection in list(self._sessions.values()):
@@ -145,13 +145,13 @@ class SessionServer(ABC):
             except OSError as error:
                 if self._draining.has_begun:
                     return
-                # Temporary causes: no free descriptor, or a client that has already disconnected.
+                # A temporary error: no free descriptor, or a client that has already disconnected.
                 log.warning("a data connection could not be taken: %s", error)
                 time.sleep(_PAUSE_SECONDS)
                 continue
             try:
                 self._begin_session(sock)
-            except (OSError, RuntimeError) as error:  # out of descriptors or threads
+            except (OSError, RuntimeError) as error:  # no free descriptor or thread
                 log.warning("a data connection could not be served: %s", error)
                 sock.close()
 
@@ -175,7 +175,7 @@ class SessionServer(ABC):
             raise
 
     def _make_way(self) -> bool:
-        """Whether a connection may begin. At the limit, shuts down the oldest stranger for it."""
+        """Whether a connection may begin. At the limit, the oldest stranger is shut down first."""
         most = self._shares.most
         if len(self._sessions) < most:
             return True
@@ -232,8 +232,8 @@ class SessionServer(ABC):
                 known.close()
 
     def _level(self) -> int:
-        """The log level for a client's fault: DEBUG within _TELL_SECONDS of the last warning, so
-        that clients cannot fill the log, else WARNING."""
+        """Return the log level for a client's fault: DEBUG within _TELL_SECONDS of the last
+        warning, so that clients cannot fill the log, else WARNING."""
         now = time.monotonic()
         with self._lock:
             is_new = now - self._told_at >= _TELL_SECONDS

@@ -6,8 +6,8 @@
     Store   Each piece is copied to its slot and hashed there as soon as it is received.
 
 Bytes in flight are limited, in total and for each tenant. With several tenants, each has a reserve
-that no other tenant can use, for one call at a time; all other calls wait in a queue for the rest.
-The server ends a call whose client stalls, so that waiting calls can start."""
+that no other tenant can use, for one call at a time; all other calls wait in a queue for the shared
+bytes. The server ends a call whose client stalls, so that waiting calls can start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .block_receiver import GROUP_BYTES, BlockReceiver
 from .byte_budget import ByteBudget
 
 PART_BYTES = 8 * 1024**2
-# Longer than the time after which the tiers give up a read.
+# Longer than the deadline of a tier's read.
 _READ_SECONDS = 6.0
 
 _MOST_SHARES = 8
@@ -42,7 +42,7 @@ _Result = TypeVar("_Result")
 
 
 class Streams:
-    """The Load and Store streams of a server. `calls` runs the work on tenant stores."""
+    """The Load and Store streams of a server. `calls` runs work on tenant stores."""
 
     def __init__(self, limits: Limits, calls: TenantStoreCalls, num_tenants: int) -> None:
         self._calls = calls
@@ -55,7 +55,7 @@ class Streams:
 
     def set_tenants(self, num_tenants: int) -> None:
         """Change the number of tenants, and compute the tenants' shares again."""
-        # Each tenant keeps `_kept` bytes for one call at a time; all calls share the rest in order.
+        # A tenant keeps `_kept` bytes for one call at a time; all calls share other bytes in order.
         self._kept = self._most // (2 * num_tenants) if num_tenants > 1 else 0
         self._share = self._most // min(num_tenants, _MOST_SHARES)
         self._for_all.resize(self._most - self._kept * num_tenants)
@@ -76,8 +76,8 @@ class Streams:
         async with self._in_flight(tenant, wish):
             sent = await self._send_parts(tenant, tenant_store, parts, self._timely(write))
         if len(parts) > 1:
-            # Parts were read in prompt order. Without this touch the first blocks would be evicted
-            # first.
+            # Parts were read in prompt order. Without a touch the prompt's first blocks would be
+            # evicted first.
             await self._calls.run_quick(tenant, tenant_store, lambda: tenant_store.touch(keys))
         return sent
 
@@ -110,7 +110,7 @@ class Streams:
         layout_id = tenant_store.layout.layout_id()
         try:
             for number, keys in enumerate(parts):
-                # Begin the parts up to the next one: the disk reads it while this part is sent.
+                # Begin this part and the next, which the disk reads while this part is sent.
                 for part in parts[len(read_leases) : number + 2]:
                     await turn.run_quick(partial(_begin_part, tenant_store, part, read_leases))
                 read_lease = read_leases[number]
@@ -170,7 +170,7 @@ class Streams:
 
 
 class _Turn:
-    """Makes the calls of one stream to its tenant store, one after the other."""
+    """The calls of one stream to its tenant store, made one after the other."""
 
     def __init__(self, calls: TenantStoreCalls, tenant: str, tenant_store: ServedStore) -> None:
         self._calls = calls
@@ -194,7 +194,7 @@ class _Turn:
         return await asyncio.wrap_future(future)
 
     def end_turn(self, work: Callable[[], object]) -> None:
-        """Make `work` run after the last call of `run` has ended. Does not wait."""
+        """Queue `work`, to run after the last call of `run` has ended. Does not wait."""
         self._calls.run_later(self._tenant_store, work, self._last)
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways in which a client moves blocks: data connection, shared memory, gRPC stream."""
+"""A client's transports of blocks: data connection, shared memory, gRPC stream."""

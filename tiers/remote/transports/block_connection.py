@@ -2,12 +2,12 @@
 """The contract of connections that move blocks between a tenant store and a client's buffers.
 
 `DataConnection` moves blocks through a socket, `MemoryConnection` through memory that both ends
-map, `StreamConnection` through gRPC. A caller may rely on this:
+map, `StreamConnection` through gRPC. A caller may rely on these properties:
 - if `load` returns a proof, the buffer holds exactly the block that was stored under the key; a
   block with other bytes is a miss, counted in `corrupt_blocks` and listed in `corrupt_keys`;
 - a call uses the buffers only until it returns or raises;
-- a call raises ConnectionLost at its deadline (monotonic seconds) if it has not ended. A caller
-  must do this:
+- a call raises ConnectionLost at its deadline (monotonic seconds) if it has not ended.
+A caller must obey these rules:
 - make one call at a time (except `abort_call`), and close a connection that raised;
 - pass at most `frames.MAX_BLOCKS` blocks to a call."""
 
@@ -35,14 +35,14 @@ class BlockConnection(ABC):
     kind: str  # the transport, for logs
     boot_id: bytes
     corrupt_blocks: int = 0
-    corrupt_keys: list[bytes]  # of the last load
-    is_fallback: bool = False  # the server offers a better transport, which could not be opened
+    corrupt_keys: list[bytes]  # corrupt blocks of the last load
+    is_fallback: bool = False  # whether a better transport could not be opened
 
     @abstractmethod
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
     ) -> list[Proof | None]:
-        """Fill `buffers[i]` with the block of `keys[i]`. Return the proofs, None for a miss."""
+        """Fill `buffers[i]` with the block of `keys[i]`. Return proofs, None for a miss."""
 
     @abstractmethod
     def store(
@@ -52,8 +52,8 @@ class BlockConnection(ABC):
         proofs: Proofs,
         deadline: float,
     ) -> list[State | None]:
-        """Send the blocks that the server lacks. Return for each block its state: KEPT, or the
-        reason why it was not kept, or None if the buffer does not match its proof."""
+        """Send the blocks that the server lacks. Return each block's state: KEPT, or the reason why
+        the block was not kept, or None if the buffer does not match its proof."""
 
     @abstractmethod
     def abort_call(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's end of the data connection. It copies no block outside the caller's buffers."""
+"""DataConnection: the client's end of the data connection. Makes no extra copies of blocks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DataConnection(SocketConnection):
         try:
             sock = connect(host, port, deadline)
             if tls is not None:
-                # The socket's timeout limits the handshake.
+                # The timeout of the socket limits the time of the handshake.
                 sock = tls.wrap_socket(sock, server_hostname=server_name or host)
         except OSError as error:
             raise ConnectionLost(f"{host} port {port}: {error}") from error
@@ -111,7 +111,7 @@ class DataConnection(SocketConnection):
             found = self._connection.send_proven(payloads, names, digests, deadline)
             return [wanted[place] for place in found]
         damaged = []
-        # Hash each payload just before it is sent, so that it is in the CPU cache when it is sent.
+        # Each payload is hashed just before it is sent, so that it is in the CPU cache then.
         for index, payload in zip(wanted, payloads, strict=True):
             proof = self._tags.prove(keys[index], payload, proofs[index])
             if proof is None:

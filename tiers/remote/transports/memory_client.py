@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's end of shared memory. It copies blocks between slots of the tenant store and
-buffers.
+"""MemoryConnection: the client's end of shared memory, which copies blocks between slots of the
+tenant store and buffers.
 
     load    PIN, copy and hash, UNPIN           store    RESERVE, hash and copy, COMMIT
 
-One call copies and hashes a block and releases the GIL meanwhile; with a tag key, the client does
-it in parts. If a lease ends before a block is copied out, the block is a miss, because its slot may
-hold another block by then. The client reads the clock before each copy into a slot. If the process
-is stopped during such a copy, the server does not reuse the slot until the client sends COMMIT or
-its connection ends."""
+One call copies and hashes a block and releases the GIL meanwhile; with a tag key, a block is copied
+and hashed in parts. If a lease ends before a block is copied out, the block is a miss, because its
+slot may hold another block then. The client reads the clock before each copy into a slot. If the
+process is stopped during a copy into a slot, the server does not reuse the slot until the client
+sends COMMIT or its connection ends."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from ...wire.frames import (
 from ...wire.sockets import Connection, ConnectionLost
 from .socket_connection import SocketConnection, welcomed
 
-LOAD_BYTES = 32 * 1024**2  # of one part of a load: large, for few messages
-STORE_BYTES = 8 * 1024**2  # of one part of a store: small, for a short check at the end
-FIRST_SHARE, GROWTH = 32, 4  # the first part is 1/32 of these, each next part 4 times as large
+LOAD_BYTES = 32 * 1024**2  # a part of a load: large, for few messages
+STORE_BYTES = 8 * 1024**2  # a part of a store: small, for a short last check
+FIRST_SHARE, GROWTH = 32, 4  # the first part is 1/32 of a full one, each next part 4 times larger
 PINNED_SHARE = 4  # one load pins at most a quarter of the tenant store's slots
 MOST_ASKED = 16  # parts of a load that the server pins at a time
 PARTS_AHEAD = 2  # parts of a store that the server reserves at a time
 
 
 class _Asked(NamedTuple):
-    """A PIN or RESERVE request, and the end of its lease by this process's clock."""
+    """A PIN or RESERVE request, and the end of the request's lease by this process's clock."""
 
     request: RequestFrame
     words: bytes
@@ -134,7 +134,7 @@ class MemoryConnection(SocketConnection):
 
     def close(self) -> None:
         super().close()
-        # A copy under way keeps the mapping open until its view is released.
+        # A copy under way keeps the mapping open until the copy's view is released.
         with contextlib.suppress(BufferError):
             self._view.release()
             self._memory.close()
@@ -142,8 +142,8 @@ class MemoryConnection(SocketConnection):
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[memoryview], deadline: float
     ) -> list[Proof | None]:
-        # While one part is copied, the server pins later parts, up to a share of its slots.
-        # Requests share messages, because waking a sleeping server is slow.
+        # While one part is copied, the server pins later parts, up to a share of its slots. Several
+        # requests share a message, because waking a sleeping server is slow.
         parts = self._parts(len(keys), LOAD_BYTES)
         most = max(1, self._num_slots // PINNED_SHARE)
         asked: deque[_Asked] = deque()
@@ -173,8 +173,8 @@ class MemoryConnection(SocketConnection):
         proofs: Proofs,
         deadline: float,
     ) -> list[State | None]:
-        # While one part is copied the server reserves the next and checks the one before. Replies
-        # come in the order of requests: RESERVE 0, RESERVE 1, COMMIT 0, RESERVE 2, COMMIT 1, ...
+        # While one part is copied, the server reserves the next part and checks the last. Replies
+        # have the order of requests: RESERVE 0, RESERVE 1, COMMIT 0, RESERVE 2, COMMIT 1, ...
         parts = self._parts(len(keys), STORE_BYTES)
         sizes = [part.stop - part.start for part in parts]
         asked: deque[_Asked] = deque()
@@ -248,7 +248,7 @@ class MemoryConnection(SocketConnection):
         return encode_request(self._next_request(Verb.UNPIN, 0, lease))
 
     def _take_reserved(self, asked: _Asked, count: int, deadline: float) -> _Reserved:
-        """Receive the reply to a RESERVE, which has the slots of the WANTED blocks."""
+        """Receive the reply to a RESERVE request, which has the slots of the WANTED blocks."""
         lease = self._lease_of(asked, count, deadline)
         states = self._take_states(count, deadline)
         wanted = [index for index, state in enumerate(states) if state is State.WANTED]
@@ -289,8 +289,8 @@ class MemoryConnection(SocketConnection):
         return reply.argument
 
     def _lease(self, deadline: float) -> tuple[float, int]:
-        """The end of a new lease by this process's clock, and its length in milliseconds. It ends
-        earlier for the client than for the server, which receives the request later."""
+        """Return the end of a new lease by this process's clock, and its length in milliseconds. A
+        lease ends earlier for the client than for the server, which receives the request later."""
         now = time.monotonic()
         seconds = min(max(0.001, deadline - now), MAX_LEASE_SECONDS)
         return now + seconds, max(1, int(seconds * 1000))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SocketConnection: the base class of `DataConnection` and `MemoryConnection`. It sends requests
+"""SocketConnection: the base class of `DataConnection` and `MemoryConnection`, which sends requests
 and receives replies. A message that the protocol does not allow raises ConnectionLost."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STATES = {int(state): state for state in State}
 
 
 class SocketConnection(BlockConnection):
-    """A client's connection after the server's welcome. `close` closes `connection`."""
+    """A client's connection after the server's welcome message. `close` closes `connection`."""
 
     def __init__(
         self,

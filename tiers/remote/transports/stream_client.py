@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's end of the gRPC streams, for servers whose data connection cannot be reached. The
-streams are slower than the other transports, but they pass through any proxy."""
+"""StreamConnection: the client's end of gRPC streams, for servers whose data connection cannot be
+reached. Streams are slower than other transports, but pass through any proxy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STATES: dict[int, State] = {int(state): state for state in State}
 
 
 class StreamConnection(BlockConnection):
-    """A connection over the gRPC channel of `stub`. Every call sends `metadata`."""
+    """A connection over the gRPC channel of `stub`. Every call carries `metadata`."""
 
     kind = "streams"
 
@@ -131,7 +131,7 @@ class StreamConnection(BlockConnection):
 
 
 class _Arriving:
-    """Assembles the blocks of a load from the received pieces."""
+    """The blocks of a load, assembled from the received pieces."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class _Arriving:
         self._hasher: Any = None
 
     def take_piece(self, piece: Piece, page_bytes: int) -> None:
-        """Copy the next piece to its buffer. Raises WireError if a piece before it is missing."""
+        """Copy the next piece to its buffer. Raises WireError if an earlier piece is missing."""
         if piece.state is State.MISS:
             return
         if piece.header is not None:

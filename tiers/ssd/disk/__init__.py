@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SSD tier's access to the disk: threads read and write slots of a file with O_DIRECT."""
+"""The SSD tier's access to the disk: threads that read and write slots of a file with O_DIRECT."""

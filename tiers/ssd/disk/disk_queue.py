@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queues with which one thread runs several reads and writes at the same time.
+"""DiskQueue: queues with which one thread runs several reads and writes at the same time.
 
-A thread that waits for each call gives the disk only one request at a time. Many such threads would
-lose time on wake-ups and on the GIL for every record. So one thread submits many requests to the
-kernel together and collects the finished ones (`AioQueue`). If the kernel has no asynchronous I/O,
-`BlockingQueue` runs the requests one by one."""
+A thread that waits for each call gives the disk only one request at a time. Many waiting threads
+would lose time on wake-ups and on the GIL for every record. So one thread submits many requests to
+the kernel together and collects the finished requests (`AioQueue`). If the kernel has no
+asynchronous I/O, `BlockingQueue` runs the requests one by one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 log = logging.getLogger(__name__)
-DEPTH = 16  # requests of one thread that keep a disk busy
+DEPTH = 16  # how many requests of one thread keep a disk busy
 
-# aio_data, aio_key, aio_rw_flags, aio_lio_opcode, aio_reqprio, aio_fildes, aio_buf, aio_nbytes,
-# aio_offset, aio_reserved2, aio_flags, aio_resfd; both machines are little-endian.
+# Fields: aio_data, aio_key, aio_rw_flags, aio_lio_opcode, aio_reqprio, aio_fildes, aio_buf,
+# aio_nbytes, aio_offset, aio_reserved2, aio_flags, aio_resfd (little-endian).
 _REQUEST = struct.Struct("<QIiHhIQQqQII")
-_EVENT = struct.Struct("<QQqq")  # data, request, result, a second result
+_EVENT = struct.Struct("<QQqq")  # fields: data, request, result, second result
 
 
 class _Numbers(NamedTuple):
@@ -47,7 +47,7 @@ _syscall.restype = ctypes.c_long
 
 class Pieces(NamedTuple):
     """The `num` writable buffers of a request. `laid` has the address and the length of each
-    buffer; `views` returns the buffers themselves, for `os.preadv` and `os.pwritev`."""
+    buffer; `views` returns the buffers as memoryviews, for `os.preadv` and `os.pwritev`."""
 
     laid: array[int]
     num: int
@@ -59,11 +59,11 @@ Vector = Sequence[memoryview] | Pieces
 
 class AioContext:
     """Linux asynchronous I/O by system calls (`io_setup`, `io_submit`, `io_getevents`), without a
-    library. It has room for `depth` requests, numbered 0 to `depth - 1`. Only one thread uses it.
+    library, for `depth` requests, numbered 0 to `depth - 1`. Used by one thread only.
 
     One system call starts any number of direct reads and writes; another waits until requests have
-    ended. Both release the GIL. io_uring could do the same, but many containers forbid it, and
-    Python lacks the memory barriers for it. See io_submit(2) and <linux/aio_abi.h>.
+    ended. Both calls release the GIL. io_uring could do the same, but many containers forbid it,
+    and Python lacks the memory barriers for it. See io_submit(2) and <linux/aio_abi.h>.
 
     Raises OSError if processor, kernel or the limit `/proc/sys/fs/aio-max-nr` allow no context."""
 
@@ -76,8 +76,8 @@ class AioContext:
         self._requests = ctypes.create_string_buffer(_REQUEST.size * depth)
         self._first = ctypes.addressof(self._requests)
         self._events = ctypes.create_string_buffer(_EVENT.size * depth)
-        self._prepared = array("Q")  # addresses of requests
-        self._pieces: dict[int, array[int]] = {}  # by number: address and length of each buffer
+        self._prepared = array("Q")  # addresses of prepared requests
+        self._pieces: dict[int, array[int]] = {}  # request → address and length of each buffer
         self._refused: list[tuple[int, int]] = []
         self._context = ctypes.c_ulong(0)
         self._call(numbers.setup, ctypes.c_long(depth), ctypes.byref(self._context))
@@ -117,7 +117,7 @@ class AioContext:
         self._prepared.append(self._first + place)
 
     def submit(self) -> None:
-        """Start the prepared requests. A request that the kernel refuses ends with its error."""
+        """Start the prepared requests. A request that the kernel refuses ends with an error."""
         prepared, done = self._prepared, 0
         while done < len(prepared):
             first = prepared.buffer_info()[0] + done * prepared.itemsize
@@ -133,7 +133,7 @@ class AioContext:
         del prepared[:]
 
     def events(self, at_least: int) -> list[tuple[int, int]]:
-        """Wait until `at_least` have ended. Return each one's number and result (bytes, -errno)."""
+        """Wait until `at_least` requests end. Return each number and result (bytes or -errno)."""
         ended, self._refused = self._refused, []
         wanted = max(0, at_least - len(ended))
         while True:
@@ -167,28 +167,28 @@ class AioContext:
         return result
 
 
-# The result of a request: bytes moved, or why it failed.
+# The result of a request: the number of bytes moved, or the error.
 Result = int | Exception
 
 
 class DiskQueue(Protocol):
-    """A queue of one thread's requests to one file."""
+    """A queue of one thread's read and write requests to one file."""
 
     @property
     def is_blocking(self) -> bool:
         """Whether `start` waits for the disk, so that one thread has one request at a time."""
 
     def start(self, number: int, is_write: bool, vector: Vector, offset: int) -> None:
-        """Read the file at `offset` into the buffers, or write the buffers to the file there.
+        """Read the file at `offset` into the buffers, or write the buffers to the file at `offset`.
         Unless `is_blocking`, the call normally does not wait for the disk, and the request may
         start only at `submit`. The request number may be used again when `wait_completions` has
-        returned it. Until then the queue holds references to the buffers."""
+        returned it; until its return the queue holds references to the buffers."""
 
     def submit(self) -> None:
         """Start all requests that `start` has queued."""
 
     def wait_completions(self) -> list[tuple[int, Result]]:
-        """Wait until a running request has ended. Return numbers and results of all ended ones."""
+        """Wait until a running request has ended. Return the numbers and results of all ended."""
 
     def close(self) -> None:
         """Free the kernel's resources for this queue. No request may be running."""
@@ -207,7 +207,7 @@ def open_queue(direct: int | None, buffered: int, most: int) -> DiskQueue:
 
 
 class BlockingQueue:
-    """A queue whose `start` runs the whole request before it returns."""
+    """A queue whose `start` runs the whole request before returning."""
 
     is_blocking = True
 
@@ -259,7 +259,7 @@ class AioQueue:
         for number, result in self._context.events(0 if done else 1):
             is_write, vector, offset = self._flying.pop(number)
             if result == -errno.EINVAL:
-                # The direct descriptor refuses unaligned buffers; the buffered one is slower.
+                # The direct descriptor refuses unaligned buffers; the buffered one accepts them.
                 done.append((number, _move([self._buffered], is_write, vector, offset)))
             elif result < 0:
                 done.append((number, OSError(-result, os.strerror(-result))))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that read and write runs of neighbouring slots. Each thread has several requests at the
-disk at the same time, so that the queue of the disk stays full.
+"""IoPool: threads that read and write runs of neighbouring slots. Each thread has several requests
+at the disk at the same time, so that the queue of the disk stays full.
 
     start ──► shares, each as large as a run ◄── taken by every thread that is awake and has room
           ──► a token for one thread that sleeps
@@ -8,10 +8,10 @@ disk at the same time, so that the queue of the disk stays full.
 Each thread has an `IoLane`, which starts as many runs as the thread's limit of bytes allows. While
 the disk works on these runs, the thread processes finished runs and takes the next share. A batch
 wakes only one thread, because one thread can keep a disk busy. More threads would take processors
-from the engine and slow its steps as much as the writing itself does. Several batches wake several
-threads. One batch also wakes several threads if its blocks take long to encode or verify
-(`spread`), or if every request blocks its thread (`BlockingQueue`). A `Work` says what to do with a
-run."""
+from the engine, and slow its steps as much as the writes themselves do. Several batches wake
+several threads. One batch also wakes several threads if its blocks take long to encode or verify
+(`spread`), or if every request blocks its thread (`BlockingQueue`). A `Work` prepares, starts and
+completes the runs of a batch."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from .slot_file import RUN_BYTES, Scratch, SlotFile
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 GRACE_SECONDS = 1.0  # extra time for requests under way at the deadline of `close`
-_MOST_LANES = 2  # lanes that may fail before the waiting shares fail too
-# Runs that a lane holds: at most DEPTH with the disk, and as many that are prepared or finished.
+_MOST_LANES = 2  # lanes that may fail before waiting shares fail too
+# The most runs in a lane: DEPTH with the disk, and as many that are prepared or finished.
 _HELD = 2 * DEPTH
 
-# An ended run: its positions, its pages, its result. A failed run's pages have no meaning.
+# An ended run: positions, pages and result. The pages of a failed run have no meaning.
 Done = tuple[range, Scratch, Result]
 
-# Placeholder for the pages of a run for which none could be allocated.
+# A placeholder for the pages of a run, if no pages could be allocated.
 NO_PAGES = Scratch(1, 0)
 
 
 class Work(Protocol):
     """The work on the runs of one batch. A run is a range of positions in the batch. Several
-    threads call this at once. An exception of `prepare_run` or `start` is the run's result."""
+    threads call a `Work` at once. An exception of `prepare_run` or `start` is the run's result."""
 
     def prepare_run(self, run: range, scratch: Scratch) -> None:
         """Prepare the run before its disk request, for example hash and encode its blocks."""
 
     def start(self, run: range, scratch: Scratch, disk: DiskQueue, number: int) -> None:
-        """Start the disk request for a prepared run, under this request number."""
+        """Start the disk request for a prepared run, under request number `number`."""
 
     def complete_runs(self, done: Sequence[Done]) -> Iterable[range]:
         """Process the results of finished runs. Return runs to start again. Must not raise."""
@@ -64,8 +64,8 @@ class IoLane:
 
     A disk may finish all its runs at the same moment (the disk of a small virtual machine does so
     whenever its queue runs empty). So the lane first submits prepared runs to the disk, and then
-    processes finished runs while the disk works. At most `most_bytes` are with the disk at a time,
-    or one larger run."""
+    processes finished runs while the disk works. The disk has at most `most_bytes` at a time, or
+    one larger run."""
 
     def __init__(self, slot_file: SlotFile, most_bytes: int) -> None:
         self._slot_file = slot_file
@@ -79,8 +79,8 @@ class IoLane:
         self._ready_bytes = 0
         self._flying: dict[int, tuple[Work, range]] = {}
         self._flying_bytes = 0
-        self._failed: list[tuple[Work, Done, int]] = []  # runs that never reached the disk
-        self._done: list[tuple[Work, Done, int]] = []  # ended runs, not handed back yet
+        self._failed: list[tuple[Work, Done, int]] = []  # failed before the disk
+        self._done: list[tuple[Work, Done, int]] = []  # ended, not completed
 
     @property
     def is_blocking(self) -> bool:
@@ -96,7 +96,7 @@ class IoLane:
         return not self._waiting and self._has_room()
 
     def submit_runs(self, work: Work, found: Iterable[range]) -> None:
-        """Queue these runs, and start as many as the lane has room for."""
+        """Queue the runs `found`, and start as many as the lane has room for."""
         self._waiting.extend((work, run) for run in found)
         self._prepare()
 
@@ -116,14 +116,14 @@ class IoLane:
         self._prepare()
 
     def in_hand(self) -> list[tuple[Work, range]]:
-        """Return every run that the lane was given and has not completed, for a caller that closes
-        the lane early. The disk may still read or write these runs until the lane is closed."""
+        """Return every run that the lane has not completed, for a caller that closes the lane
+        early. The disk may still read or write these runs until the lane is closed."""
         held = [(work, run) for work, (run, _, _), _ in [*self._done, *self._failed]]
         held += ((work, run) for _, work, run in self._ready)
         return [*held, *self._flying.values(), *self._waiting]
 
     def close(self) -> None:
-        """Close the disk queue. This waits for requests that the disk has not finished."""
+        """Close the disk queue, after waiting for requests that the disk has not finished."""
         self._disk.close()
 
     def _prepare(self) -> None:
@@ -144,7 +144,7 @@ class IoLane:
         self._launch()
 
     def _launch(self) -> None:
-        """Start requests of prepared runs while the disk has room. Submit the first one at once."""
+        """Start prepared runs while the disk has room. Submit the first request at once."""
         unsent = RUN_BYTES
         while self._ready and self._fits(self._bytes_of(self._ready[0][2])):
             number, work, run = self._ready.popleft()
@@ -194,16 +194,16 @@ class IoLane:
 
 
 class IoPool:
-    """A pool of `threads` threads. The constructor starts them all, so that no later call fails
+    """A pool of `threads` threads. The constructor starts all threads, so that no later call fails
     because a thread cannot be started. All threads together read or write about `flight_bytes` at a
-    time. Raises RuntimeError if a thread cannot be started, and ends those that were started."""
+    time. Raises RuntimeError if a thread cannot be started, and ends the started threads."""
 
     def __init__(self, slot_file: SlotFile, threads: int, name: str, flight_bytes: int) -> None:
         self._slot_file = slot_file
         self._shares: deque[tuple[Work, list[range]]] = deque()
         self._tokens: SimpleQueue[bool] = SimpleQueue()  # False ends a thread
         self._lane_bytes = flight_bytes // threads
-        self._is_blocking = False  # set by the threads, which open the lanes
+        self._is_blocking = False  # set by threads, when they open lanes
         self._error = Exception("no I/O thread of the SSD tier has failed")  # the last error
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
@@ -212,7 +212,7 @@ class IoPool:
         try:
             for thread in self._threads:
                 thread.start()
-        except RuntimeError:  # the system gives no more threads
+        except RuntimeError:  # no more threads can be started
             self.stop_workers()
             raise
 
@@ -220,7 +220,7 @@ class IoPool:
         self, slots: Sequence[int], work: Work, *, singly: bool = False, spread: bool = False
     ) -> None:
         """Start `work` on the runs of the ascending `slots`, or with `singly` on each slot by
-        itself. Wake one thread, or with `spread` one for each share. Never waits."""
+        itself. Wake one thread, or with `spread` one thread for each share. Never waits."""
         longest = self._slot_file.run_slots
         found = runs(slots, 1 if singly else longest)
         parts = shares(found, longest)
@@ -234,7 +234,7 @@ class IoPool:
             self._tokens.put(False)
 
     def close(self, deadline: float) -> bool:
-        """End the threads and wait. Return False if one still runs at `deadline` (monotonic)."""
+        """End the threads and wait. Return False if a thread runs at `deadline` (monotonic)."""
         self.stop_workers()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -248,7 +248,7 @@ class IoPool:
             lane.close()
 
     def _serve(self, lane: IoLane | None) -> IoLane | None:
-        """Process shares until none is left, also after errors. Return the lane to use next."""
+        """Process shares until no share is left, also after errors. Return the lane to use next."""
         for _ in range(_MOST_LANES):
             lane = lane or self._try(self._open_lane)
             if lane is None:
@@ -259,7 +259,7 @@ class IoPool:
             self._try(lane.close)
             self._give_up(held)
             lane = None
-        while (share := self._next_share()) is not None:  # the other threads may sleep
+        while (share := self._next_share()) is not None:  # other threads may sleep
             self._give_up([(share[0], run) for run in share[1]])
         return None
 
@@ -269,7 +269,7 @@ class IoPool:
         return lane
 
     def _drain(self, lane: IoLane) -> bool:
-        """Process shares until none is left and all runs of the lane have ended."""
+        """Process shares until no share is left and all runs of the lane have ended."""
         while True:
             while lane.has_room and (share := self._next_share()) is not None:
                 lane.submit_runs(*share)
@@ -280,11 +280,11 @@ class IoPool:
     def _next_share(self) -> tuple[Work, list[range]] | None:
         try:
             return self._shares.popleft()
-        except IndexError:  # there is none, or another thread took it
+        except IndexError:  # no share is left for this thread
             return None
 
     def _try(self, call: Callable[[], _T]) -> _T | None:
-        """Return the result of `call`. If it raises, log the exception and return None."""
+        """Return the result of `call`. If `call` raises, log the exception and return None."""
         try:
             return call()
         except Exception as error:
@@ -293,7 +293,7 @@ class IoPool:
             return None
 
     def _give_up(self, held: list[tuple[Work, range]]) -> None:
-        """Fail these runs with the last error, and also runs that `complete_runs` returns."""
+        """Fail the runs `held` with the last error, and also runs that `complete_runs` returns."""
         while held:
             work, run = held.pop()
             done = [(run, NO_PAGES, self._error)]
@@ -315,7 +315,7 @@ def shares(found: Sequence[range], longest: int) -> list[list[range]]:
 
 
 def runs(slots: Sequence[int], longest: int) -> list[range]:
-    """Positions of the runs of neighbours in the ascending `slots`, at most `longest` in a run."""
+    """Return the runs of neighbours in the ascending `slots`, at most `longest` slots in a run."""
     found: list[range] = []
     start = 0
     for position in range(1, len(slots) + 1):

@@ -4,11 +4,11 @@
     record = header page (the 128 bytes of `tiers/record.py`, zero padded) | payload, zero padded
     slot i begins at byte i * record_bytes
 
-An encoded payload is shorter than its slot; the bytes after it are left from an earlier record.
+An encoded payload is shorter than its slot; the bytes after the payload are of an earlier record.
 
-Bytes go directly between the disk and the caller's buffers (O_DIRECT), because the page cache would
-only hold one more copy of a block. Only header pages and the last, partly filled page of a payload
-are copied through a `Scratch`. So bytes after a payload are never read or written."""
+Bytes are moved directly between the disk and the caller's buffers (O_DIRECT), since the page cache
+would only hold one more copy of a block. Only header pages and the last, partly filled page of a
+payload are copied through a `Scratch`. So bytes after a payload are never read or written."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ from .space import HEADER_PAGE_BYTES
 
 log = logging.getLogger(__name__)
 
-# One call reads or writes about this many bytes. Several such calls keep a disk busy, and a sync or
-# a read that comes after them waits only briefly. Four blocks of 256 KiB with their header pages
-# fit.
+# The bytes that one call reads or writes, enough for four blocks of 256 KiB with header pages.
+# Several calls of this size keep a disk busy, and a sync or a read after them waits only briefly.
 RUN_BYTES = 1024**2 + 64 * 1024
 _SHORTAGES = (errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.ENOBUFS)
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
@@ -43,8 +42,8 @@ class Scratch:
         self._slot_bytes = slot_bytes
         memory = memoryview(mmap.mmap(-1, 2 * records * ALIGNMENT))
         self._held = ctypes.c_char.from_buffer(memory)
-        self.address = ctypes.addressof(self._held)  # of the header pages
-        # Address and length of each record's header page and payload, valid for the first
+        self.address = ctypes.addressof(self._held)  # address of the header pages
+        # Address and length of the header page and payload of each record, valid for the first
         # `num_laid` records.
         self.laid = array("Q", bytes(32 * records))
         self.num_laid = 0
@@ -54,7 +53,7 @@ class Scratch:
 
     @cached_property
     def encoded(self) -> memoryview:
-        """A buffer for one encoded payload, allocated when it is first used."""
+        """A buffer for one encoded payload, allocated at its first use."""
         return memoryview(mmap.mmap(-1, self._slot_bytes))
 
 
@@ -72,7 +71,7 @@ class SlotFile:
         self.record_bytes = HEADER_PAGE_BYTES + layout.slot_bytes
         per_record = 1 + (self._whole > 0) + (self._tail > 0)
         self.run_slots = max(1, min(RUN_BYTES // self.record_bytes, _IOV_MAX // per_record))
-        self.run_bytes = self.run_slots * self.record_bytes  # of the longest run
+        self.run_bytes = self.run_slots * self.record_bytes  # bytes of the longest run
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._buffered = os.open(path, flags, 0o600)
         try:
@@ -87,7 +86,7 @@ class SlotFile:
         return Scratch(self.run_slots, self.record_bytes - HEADER_PAGE_BYTES)
 
     def open_queue(self, most: int) -> DiskQueue:
-        """A queue for one thread's requests to this file, at most `most` at a time."""
+        """Return a queue for one thread's requests to this file, at most `most` at a time."""
         return open_queue(self._direct, self._buffered, most)
 
     def start_read(
@@ -103,8 +102,8 @@ class SlotFile:
         disk.start(number, False, self._vector(payloads, scratch), slot * self.record_bytes)
 
     def take_read(self, num_bytes: int, payloads: Sequence[memoryview], scratch: Scratch) -> int:
-        """Return how many whole records a read of `num_bytes` has brought: fewer than asked for at
-        the end of the file. Copy each record's partly filled last page to its buffer."""
+        """Return how many whole records a read of `num_bytes` has brought, which are fewer at the
+        end of the file. Copy the partly filled last page of each record to its buffer."""
         whole = num_bytes // self.record_bytes
         if self._tail:
             for payload, tail in zip(payloads[:whole], scratch.tails, strict=False):
@@ -119,8 +118,8 @@ class SlotFile:
         payloads: Sequence[memoryview],
         scratch: Scratch,
     ) -> None:
-        """Start to write neighbouring records, the first to `slot`; their headers are in the
-        scratch. The records are durable only after `sync`."""
+        """Start to write neighbouring records, the first to `slot`, with headers from the scratch.
+        The records are durable only after `sync`."""
         if self._tail:
             for payload, tail in zip(payloads, scratch.tails, strict=False):
                 tail[: self._tail] = payload[self._whole :]
@@ -147,16 +146,16 @@ class SlotFile:
         disk.start(number, True, _encoded_vector(size, scratch), slot * self.record_bytes)
 
     def encoded_record_bytes(self, size: int) -> int:
-        """Bytes read or written for a record whose encoded payload has `size` bytes."""
+        """Return the bytes read or written for a record with an encoded payload of `size` bytes."""
         return HEADER_PAGE_BYTES + _whole_pages(size)
 
     def saved_bytes(self, size: int) -> int:
-        """Bytes that encoding a payload in `size` bytes saves. Without a codec both are 0."""
+        """Return the bytes that encoding in `size` bytes saves; 0 for `size` 0 (no codec)."""
         return self.record_bytes - HEADER_PAGE_BYTES - _whole_pages(size) if size else 0
 
     def erase(self, slots: Sequence[int]) -> None:
-        """Zero the header pages of these slots, which erases their records. No write to these slots
-        may be running. The change is durable only after `sync`. May raise OSError."""
+        """Zero the header pages of `slots`, which erases their records. No write to these slots may
+        be running. The change is durable only after `sync`. May raise OSError."""
         for slot in slots:
             os.pwrite(self._buffered, bytes(HEADER_PAGE_BYTES), slot * self.record_bytes)
 
@@ -174,7 +173,7 @@ class SlotFile:
                 os.preadv(descriptor, [page], max(0, slot) * self.record_bytes)
             except OSError as error:
                 if error.errno in _SHORTAGES:
-                    return True  # a shortage is no fault of the disk
+                    return True  # a shortage of memory is no fault of the disk
             else:
                 return True
         return False
@@ -186,7 +185,7 @@ class SlotFile:
             os.close(self._direct)
 
     def _open_direct(self) -> int | None:
-        """A descriptor that bypasses the page cache. None if the file system refuses direct I/O."""
+        """Return a descriptor that bypasses the page cache; None without direct I/O."""
         descriptor = None
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)

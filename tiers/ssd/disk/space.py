@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Divides the SSD tier's capacity between slot file and index, which their sum never exceeds.
+"""SpacePlan: divides the SSD tier's capacity between slot file and index.
 
 The plan counts every file that a store may have on the disk:
 
@@ -20,9 +20,9 @@ from ...settings.sizes import show_size
 HEADER_PAGE_BYTES = ALIGNMENT
 SMALL_FILES_BYTES = 128 * 1024
 
-# An LMDB page holds 52 rows, after splits at least half as many. The factor leaves room for copies
-# on write: a commit keeps the old and the new version of each changed page, and pages freed by one
-# commit are reused only two commits later.
+# An LMDB page has 52 rows, after splits at least 26. The factor leaves room for copies on write: a
+# commit keeps the old and the new version of each changed page, and pages that a commit frees are
+# reused only two commits later.
 _ROWS_PER_PAGE = 26 * mmap.PAGESIZE // 4096
 _INDEX_FACTOR = 3
 _INDEX_BASE_PAGES = 64
@@ -64,7 +64,7 @@ def plan_space(layout: BlockLayout, capacity_bytes: int) -> SpacePlan:
 
 
 def plan_slots(slot_bytes: int, num_slots: int) -> SpacePlan:
-    """The plan of a store of `num_slots` slots."""
+    """Return the plan of a store of `num_slots` slots."""
     leaf_pages = -(-num_slots // _ROWS_PER_PAGE)
     return SpacePlan(
         num_slots=num_slots,

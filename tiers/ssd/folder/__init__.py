@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens, locks, identifies, checks and repairs the folder of an SSD store."""
+"""The folder of an SSD store: opening, locking, identity, checks and repair."""

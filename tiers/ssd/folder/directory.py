@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates and checks the directory of a store, and locks it against other processes.
+"""StoreDirectory: creates and checks a store's directory, and locks it against other processes.
 
     PATH/lock          held by flock while the store is open; holds the owner's process id
     PATH/identity      the layout, namespace, codec and key of the store
@@ -28,23 +28,23 @@ from ...settings.sizes import MIB, rough_size
 from ..disk.space import SpacePlan
 from ..index.index_file import DATA_FILE as INDEX_DATA
 
-# A killed owner may leave a child that it has forked for its scan (`guard.py`). The child keeps the
-# lock until its `exec`.
+# The wait for a lock that a killed owner's child keeps until its `exec`; the owner forked the child
+# for a scan (`guard.py`).
 LEFT_BEHIND_SECONDS = 2.0
-# A listing of stores (`inventory.py`) holds each lock for a shorter time.
+# The wait for a lock that a listing of stores (`inventory.py`) holds.
 GLANCE_SECONDS = 0.1
 _RETRY_SECONDS = 0.01
 
 _FOLDERS = ("index", "index.new", "index.bad-*")
 
-# Errors that do not tell whether a file is in place.
+# Errors that do not show whether a file is in place.
 _SAYS_NOTHING = (errno.EACCES, errno.EPERM, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
-# Errors of a file system that has no locks.
+# Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class StoreDirectory:
-    """The directory of a store, locked until `close`. Raises TierConfigError with cause and cure,
+    """The directory of a store, locked until `close`. Raises TierConfigError with cause and remedy,
     or TierDown if the path cannot be written to at present. If `create` is false, a directory
     without a store is refused."""
 
@@ -83,8 +83,8 @@ class StoreDirectory:
             ) from error
 
     def check_free_space(self, plan: SpacePlan) -> None:
-        """Raise an error if the planned files do not fit on the file system. Space that the store's
-        own files take counts as free. Raises TierConfigError if even the empty file system is too
+        """Raise an error if the planned files do not fit on the file system. Space of the store's
+        existing files counts as free. Raises TierConfigError if even the empty file system is too
         small, else TierDown. If the slot file is complete, only the index must fit, because the
         plan's other files may never exist."""
         stat = os.statvfs(self.path)
@@ -102,11 +102,11 @@ class StoreDirectory:
             )
 
     def used_bytes(self) -> int:
-        """Bytes that the file system has allocated to all files of the store."""
+        """The bytes that the file system has allocated to all files of the store."""
         return sum(each.lstat().st_blocks * 512 for each in self._ours())
 
     def note_opened(self) -> None:
-        """Remember device and inode of the open files, for `is_in_place`. May raise OSError."""
+        """Record device and inode of the open files, for `is_in_place`. May raise OSError."""
         for each in (self.path / "lock", self.slot_file, self.index / INDEX_DATA):
             status = each.lstat()
             self._opened[each] = (status.st_dev, status.st_ino)
@@ -131,7 +131,7 @@ class StoreDirectory:
         self._lock.close()
 
     def _error(self, error: OSError) -> TierConfigError:
-        """The error to raise if the directory cannot be made or the lock file cannot be opened."""
+        """Return the error for a directory or a lock file that cannot be made or opened."""
         cure = lasting_cause(error, self.path)
         if cure is None:
             is_away = isinstance(error, FileExistsError)
@@ -149,7 +149,7 @@ class StoreDirectory:
 
     def _refuse_foreign_files(self) -> None:
         """Raise TierConfigError if a slot file or an index exists without a lock file. A store
-        makes its lock file first, so such files do not belong to a store."""
+        makes its lock file first, so files without a lock file are not a store's."""
         for each in (self.slot_file, self.index):
             if os.path.lexists(each) and not os.path.lexists(self.path / "lock"):
                 raise TierConfigError(
@@ -158,7 +158,7 @@ class StoreDirectory:
                 )
 
     def _ours(self) -> Iterator[Path]:
-        """The files and folders of the store that exist, the lock file included."""
+        """Return the existing files and folders of the store, the lock file included."""
         for name in ("lock", "identity", "identity.new", "blocks", *_FOLDERS):
             yield from self.path.glob(name)
         for name in _FOLDERS:
@@ -166,7 +166,7 @@ class StoreDirectory:
 
     def _refuse_wrong_kind(self, path: Path) -> None:
         """Raise TierConfigError if `path` exists and is a symbolic link, has a second hard link, or
-        is not the kind of file or folder that belongs there."""
+        is not the expected kind of file or folder."""
         if not os.path.lexists(path):
             return
         mode = path.lstat().st_mode
@@ -202,7 +202,7 @@ class StoreDirectory:
             if not os.fstat(self._lock.descriptor).st_nlink:
                 raise OSError(errno.ENOENT, "the store was just removed")
             owner_line = f"{os.getpid()}\n".encode()
-            # Write before the truncation: a full disk may not give a freed block again.
+            # Written before the truncation, since a full disk may not allocate a freed block again.
             os.pwrite(self._lock.descriptor, owner_line, 0)
             os.ftruncate(self._lock.descriptor, len(owner_line))
         except OSError as error:
@@ -222,7 +222,7 @@ class StoreDirectory:
 
 
 def _is_gone(owner: str) -> bool:
-    """Whether no process has this id. An owner in another container also counts as gone."""
+    """Whether no process has the id `owner`. An owner in another container counts as gone too."""
     try:
         os.kill(int(owner), 0)
     except (ValueError, OverflowError, PermissionError):
@@ -233,7 +233,7 @@ def _is_gone(owner: str) -> bool:
 
 
 def _allocated(path: Path) -> int:
-    """Bytes that the file system has allocated to a file; 0 if there is no file."""
+    """Return the bytes that the file system has allocated to a file; 0 for a missing file."""
     try:
         return path.lstat().st_blocks * 512
     except FileNotFoundError:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Protects the store from a damaged index: checks it before use, and moves it aside if damaged.
+"""Protects a store from a damaged index: checks the index before use, and moves it aside if
+damaged.
 
 A damaged LMDB file can kill the process that opens it, by SIGBUS or SIGABRT. So `scan.py` checks
-and reads the file in a child process with a time limit. Without its index the store only starts
-empty, but a damaged index could kill the engine."""
+and reads the file in a child process with a time limit. A store without its index only starts
+empty; a damaged index could kill the engine."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ from ...processes.python_command import python_command
 from ..index.index_file import DATA_FILE, SLOT_BYTES, VALUE_BYTES, IndexDamaged, RowBatch
 from .scan import UNABLE
 
-# Signals that reading a damaged file can cause. Any other signal came from outside.
+# Signals that reading a damaged file can cause; another signal was sent by another process.
 _DEADLY_READS = ("SIGBUS", "SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL")
 _SCAN = Path(__file__).with_name("scan.py")
-# The scan runs as a module, whose bytecode is cached: a script would be compiled each time.
+# The scan is run as a module, whose bytecode is cached; a script would be compiled each time.
 _RUN_SCAN = """\
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -34,17 +35,17 @@ import scan
 sys.exit(scan.main(sys.argv[1:]))
 """
 _MOST_ROWS_IN_BATCH = 65536
-_SLOWEST_ROWS_PER_SECOND = 20_000  # of a slow scan; a fast scan reads 30 times as many
-_PIPE_BYTES = 1024**2  # the child can write on while a batch is processed
+_SLOWEST_ROWS_PER_SECOND = 20_000  # rate of a slow scan; a fast scan reads 30 times as many
+_PIPE_BYTES = 1024**2  # so large that the child can write while a batch is processed
 
 
 def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
     """Yield all rows of the index in `folder`, then an empty batch. After the empty batch the
-    caller can work on all rows while the child reads the file a second time. Raises IndexDamaged,
+    caller can process all rows while the child reads the file a second time. Raises IndexDamaged,
     perhaps after some batches, so the rows can be trusted only when the iteration has ended. Raises
-    OSError if lack of memory or a slow disk prevented the read; such an index may be undamaged and
-    stays in place. `timeout_seconds` bounds the wait for the first rows. Afterwards the bound grows
-    with the number of rows so far, because the child reads all of them again at the end."""
+    OSError if lack of memory or a slow disk prevented the read; the index may then be undamaged and
+    stays in place. `timeout_seconds` bounds the wait for the first rows. The bound grows with the
+    number of rows so far, because the child reads all rows again at the end."""
     words = [str(_SCAN.parent), str(folder), *filter(None, sys.path)]
     command = python_command("-S", "-c", _RUN_SCAN, *words)
     watch = _Watch(timeout_seconds)
@@ -52,7 +53,7 @@ def read_rows(folder: Path, timeout_seconds: float) -> Iterator[RowBatch]:
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as child:
         assert child.stdout is not None and child.stderr is not None
-        # A host may forbid the larger pipe; then opening takes a little longer.
+        # A host may forbid the larger pipe; opening then takes a little longer.
         with contextlib.suppress(OSError):
             fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         thread = threading.Thread(
@@ -102,11 +103,11 @@ class _Watch:
         self._seen_at = time.monotonic()
 
     def max_wait_seconds(self) -> float:
-        """Seconds without output after which the child is killed. They grow with the rows seen."""
+        """Seconds without output after which the child is killed, which grow with the rows read."""
         return self._timeout_seconds + self._rows / _SLOWEST_ROWS_PER_SECOND
 
     def run(self, child: subprocess.Popen[bytes]) -> None:
-        """Wait until `over` is set, or kill the child when it gives no output for too long."""
+        """Wait until `over` is set, or kill the child after too long a time without output."""
         while True:
             left = self._seen_at + self.max_wait_seconds() - time.monotonic()
             if left <= 0:
@@ -118,7 +119,7 @@ class _Watch:
 
 
 def _batches(stream: IO[bytes]) -> Iterator[RowBatch]:
-    """Yield whole batches. Stop at an incomplete batch; the child's exit status tells the cause."""
+    """Yield whole batches. Stop at an incomplete batch; the child's exit status has the cause."""
     while len(head := stream.read(4)) == 4:
         count = int.from_bytes(head, "little")
         if count > _MOST_ROWS_IN_BATCH:
@@ -132,7 +133,7 @@ def _batches(stream: IO[bytes]) -> Iterator[RowBatch]:
 
 
 def move_aside(folder: Path) -> Path:
-    """Rename a damaged index to `<folder>.bad-<n>`, for inspection. Remove earlier such indexes."""
+    """Rename a damaged index to `<folder>.bad-<n>`, for inspection. Remove older ones."""
     earlier = set_aside(folder)
     numbers = [int(path.name.rpartition("-")[2]) for path in earlier]
     aside = folder.with_name(f"{folder.name}.bad-{max(numbers, default=0) + 1}")

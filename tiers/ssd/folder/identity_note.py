@@ -2,14 +2,14 @@
 """The identity of a store: its format version, block layout, namespace, lossy codec and MAC key.
 
 The namespace in an identity is the caller's namespace, followed by the name of a lossy codec and
-the id of the MAC key, if the store has them. So a StrataKV version without codecs or keys takes
-such a store for the store of another model and does not use it.
+the id of the MAC key, if the store has a codec or a key. So a StrataKV version without codecs or
+keys treats a store with a codec or a key as a store of another model and does not use it.
 
-The identity is in the index and, a second time, in the file `identity`. The file has four uses. The
+The identity is in the index and, a second time, in the file `identity`, which has four uses. The
 file distinguishes a damaged identity in the index from the store of another model. When a lost
 index is rebuilt from the records, the file gives the namespace, which record headers lack. The file
 has the last epoch, so that no opening repeats an epoch. The file has the generation of the last
-clear, so that cleared blocks stay forgotten although their rows and records remain. The file is one
+clear, so that cleared blocks stay removed although their rows and records remain. The file is one
 line of JSON and one line with its checksum. A change replaces the file by a rename, or overwrites
 it if the disk is full."""
 
@@ -34,8 +34,8 @@ NAME = "identity"
 _LIMIT_BYTES = 64 * 1024
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
-_LOSSY = b"\0codec="  # before the name of a lossy codec
-_SEAL = b"\0seal=hmac-sha256:"  # before the id of a key; always last
+_LOSSY = b"\0codec="  # prefix of the name of a lossy codec
+_SEAL = b"\0seal=hmac-sha256:"  # prefix of the id of a key; always last
 
 
 class Note(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -45,8 +45,8 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     layout_id: bytes
     namespace: bytes
     layout_text: str
-    page_bytes: int  # payload of one record
-    epoch: int  # of the last opening
+    page_bytes: int  # payload bytes of one record
+    epoch: int  # the epoch of the last opening
     cleared_up_to: int = 0  # the generation of the last clear
 
     @property
@@ -63,7 +63,7 @@ def read_note(folder: Path) -> Note | None:
     try:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(folder / NAME, flags)
-        try:  # not `open`, which leaves the descriptor of a directory open
+        try:  # `open` would leave the descriptor of a directory open
             line, _, checksum = os.read(descriptor, _LIMIT_BYTES).partition(b"\n")
         finally:
             os.close(descriptor)
@@ -128,7 +128,7 @@ class FullNamespace(NamedTuple):
 
 
 def unpack(namespace: bytes) -> FullNamespace:
-    """Split an identity's namespace into its parts. The bytes are not trusted."""
+    """Split an identity's namespace, as untrusted bytes, into its parts."""
     rest, mark, key_id = namespace.rpartition(_SEAL)
     if not mark:
         rest, key_id = namespace, b""
@@ -137,14 +137,14 @@ def unpack(namespace: bytes) -> FullNamespace:
 
 
 def full_namespace(given: bytes, codec: Codec | None, key: MacKey | None) -> FullNamespace:
-    """Return the namespace of a store. It contains the name of a lossy codec and the id of the MAC
-    key, so that a store opens only with the same lossy codec and the same key."""
+    """Return the namespace of a store, with the name of a lossy codec and the id of the MAC key, so
+    that a store opens only with the same lossy codec and the same key."""
     lossy = codec.name if codec is not None and not codec.is_lossless else ""
     return FullNamespace(given, lossy, b"" if key is None else key.id)
 
 
 def identity_of(format_version: int, layout: BlockLayout, namespace: FullNamespace) -> Identity:
-    """The identity to store in the index and in the identity file."""
+    """Return the identity to store in the index and in the identity file."""
     text = (
         f"{layout.num_layers} layers of {layout.num_kv_heads} KV heads of {layout.head_dim}, "
         f"blocks of {layout.block_size} tokens, {layout.kv_dtype}"
@@ -153,7 +153,7 @@ def identity_of(format_version: int, layout: BlockLayout, namespace: FullNamespa
 
 
 def refuse(path: Path, found: Identity, wanted: Identity) -> NoReturn:
-    """Raise TierConfigError that says how the two identities differ, and the cure."""
+    """Raise TierConfigError with the difference between the two identities and a remedy."""
     theirs, ours = _difference(found, wanted)
     cure = "give the key file it was made with, " if "MAC key" in theirs + ours else ""
     raise TierConfigError(
@@ -167,7 +167,7 @@ def _difference(found: Identity, wanted: Identity) -> tuple[str, str]:
         return found.layout_text, wanted.layout_text
     theirs, ours = unpack(found.namespace), unpack(wanted.namespace)
     if theirs.given != ours.given:
-        # Where block keys do not identify the model, the store's namespace does.
+        # The namespace identifies the model of a store whose block keys do not.
         return f"another model or block hash ({_name_of(theirs.given)})", _name_of(ours.given)
     if theirs.codec != ours.codec:
         return _codec_of(theirs.codec), _codec_of(ours.codec)

@@ -23,26 +23,26 @@ from . import other_formats, scan
 from .identity_note import NAME as IDENTITY
 from .identity_note import read_note
 
-_MOST_DEPTH = 3  # of a store below the searched folder
+_MOST_DEPTH = 3  # most levels between the searched folder and a store
 _FILES = (IDENTITY, f"{IDENTITY}.new", "blocks")
 _FOLDERS = ("index", "index.new", "index.bad-*")
 
 
 @dataclass(frozen=True, slots=True)
 class StoreEntry:
-    """Facts about a store, from its files. A field is None if the files do not tell its value."""
+    """Facts about a store, from its files. A field is None if the files do not have its value."""
 
     path: Path
-    layout_text: str | None  # the layout of its blocks
-    allocated_bytes: int  # allocated to it by the file system
-    blocks: int | None  # at the last commit
-    used_bytes: int | None  # payloads of these blocks; the rest is free or overhead
-    last_used: float  # seconds since 1970, of the last change to one of its files
-    owner: str | None  # the id of the process that has it open, if known
+    layout_text: str | None  # the layout of the store's blocks
+    allocated_bytes: int  # bytes that the file system has allocated to the store
+    blocks: int | None  # number of blocks at the last commit
+    used_bytes: int | None  # payload bytes of `blocks`
+    last_used: float  # time of the last change to a file, in seconds since 1970
+    owner: str | None  # id of the process that uses the store, if known
 
 
 def find_stores(folder: Path) -> list[StoreEntry]:
-    """Stores in `folder` and below it, sorted by path. Stores that cannot be read are left out."""
+    """Return the stores in and below `folder`, sorted by path. Unreadable stores are left out."""
     found = []
     for path in sorted(_search(folder, _MOST_DEPTH)):
         with contextlib.suppress(OSError):
@@ -98,7 +98,7 @@ def remove(path: Path) -> int:
                 shutil.rmtree(each)
             else:
                 each.unlink()
-        (path / "lock").unlink()  # last: a removal that was killed can be repeated
+        (path / "lock").unlink()  # last, so that a killed removal can be repeated
     finally:
         os.close(lock)
     if not path.is_symlink() and not any(path.iterdir()):
@@ -122,7 +122,7 @@ def _search(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _ours(path: Path, *, contents: bool = True) -> list[Path]:
-    """The files and folders of the store in `path`, except the lock file."""
+    """Return the files and folders of the store in `path`, except the lock file."""
     found = [path / name for name in _FILES if os.path.lexists(path / name)]
     for pattern in _FOLDERS:
         for folder in path.glob(pattern):
@@ -135,8 +135,8 @@ def _ours(path: Path, *, contents: bool = True) -> list[Path]:
 
 
 def _owner(path: Path) -> str | None:
-    """The id of the process that holds the lock; None if the lock is free. This function takes the
-    lock for a moment; a store that opens then waits."""
+    """Return the id of the process that holds the lock; None if the lock is free. The lock is taken
+    for a moment, for which an opening store waits."""
     try:
         lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -154,7 +154,7 @@ def _owner(path: Path) -> str | None:
 
 
 def _num_rows(data: Path) -> int | None:
-    """The number of rows in an index's newest snapshot, from a few pages; None if that fails."""
+    """Return the number of rows in an index's newest snapshot, from a few pages, or None."""
     try:
         descriptor = os.open(data, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:

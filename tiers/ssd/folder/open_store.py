@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens a store: checks its directory, reads its index and fits its files to the capacity.
 
-Opening reads no payloads unless the store shrinks, so it is as fast with large blocks as with
-small. The caller must hold the lock of the returned state to use the state's `index`."""
+Opening reads no payloads unless the store shrinks, so opening is as fast with large blocks as with
+small blocks. The caller must hold the lock of the returned state to use the state's `index`."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ from .shrinking import num_slots_there, shrink
 
 log = logging.getLogger(__name__)
 
-# A store with more slots evicts by least recent use, which needs only the arrays of the index. A
-# policy has an object for each block, `adaptive` also for evicted blocks: at this size up to 160
-# MiB, and the first prompt takes 0.2 s longer, to take over the order of use.
+# The most slots of a store with an eviction policy; a larger store evicts by least recent use, with
+# the arrays of the index. A policy has an object for each block, `adaptive` also for evicted
+# blocks: at this size up to 160 MiB, and 0.2 s at the first prompt to copy the order of use.
 MOST_POLICY_SLOTS = 131_072
 
-# Keys in `TierStats.errors`.
+# Keys of `TierStats.errors`.
 SET_ASIDE = "index_set_aside"
 OTHER_FORMAT = "other_format"
 
-# Errors of LMDB that are about the file, not about the machine.
+# LMDB's errors for a damaged file, as opposed to errors of the machine.
 _DAMAGE = (
     lmdb.CorruptedError,
     lmdb.IncompatibleError,
@@ -77,11 +77,11 @@ class OpenedStore:
 
     state: StoreState
     index_file: IndexFile
-    epoch: int  # of this opening; no earlier one had it
-    cleared_up_to: int  # the generation up to which everything is forgotten
-    note_cleared: Callable[[int], None]  # returns when the new value is on the disk; OSError
-    forget_other_formats: Callable[[], None]  # removes them, so that no block comes back; OSError
-    is_in_place: Callable[[], bool]  # whether the path still leads here
+    epoch: int  # of this opening; no earlier opening had it
+    cleared_up_to: int  # the generation up to which all blocks are removed
+    note_cleared: Callable[[int], None]  # writes the new value durably; may raise OSError
+    forget_other_formats: Callable[[], None]  # removes stores of other formats durably; OSError
+    is_in_place: Callable[[], bool]  # whether the path still leads to the store
     close: Callable[[], None]
 
 
@@ -98,9 +98,9 @@ def open_store(
     create: bool = True,
 ) -> OpenedStore:
     """Open the store in `path`. If `create` is false, a directory without a store is refused.
-    Raises TierConfigError with cause and cure, or TierDown if the disk is the cause. After an
+    Raises TierConfigError with cause and remedy, or TierDown if the disk is the cause. After an
     error, no file of the store is open."""
-    make_policy = policy_factory(policy)  # first: an unknown policy must change nothing
+    make_policy = policy_factory(policy)  # first, so that an unknown policy changes nothing
     plan = plan_space(layout, capacity_bytes)
     stats = TierStats(capacity_bytes=capacity_bytes, capacity_blocks=plan.num_slots)
     made_for = full_namespace(namespace, codec, mac_key)
@@ -115,7 +115,7 @@ def open_store(
             if note is not None and note.identity.is_same(wanted):
                 cleared_up_to = note.cleared_up_to
             elif index is None:
-                # No file says whose records these are; a later repair would use all of them.
+                # No file identifies the records, all of which a later repair would use.
                 directory.slot_file.unlink(missing_ok=True)
             if index is None:
                 index = SlotIndex(plan.num_slots)
@@ -130,7 +130,7 @@ def open_store(
             slot_file = SlotFile(directory.slot_file, layout, plan.num_slots)
             undo.callback(slot_file.close)
             epoch = index_file.next_epoch(note.epoch if note else None)
-            # If epochs begin anew, blocks written now must not count as cleared.
+            # If epochs begin anew, new blocks must not count as cleared.
             cleared_up_to = min(cleared_up_to, (epoch << EPOCH_SHIFT) - 1)
 
             def note_cleared(generation: int) -> None:
@@ -169,8 +169,8 @@ def _read_store(
     stats: TierStats,
     scan_timeout_seconds: float,
 ) -> tuple[Note | None, SlotIndex | None]:
-    """Read the identity file and the index. Either result is None if its file is missing. Move a
-    store of another format or a damaged index aside. Raises TierConfigError, OSError."""
+    """Read the identity file and the index. A result is None if its file is missing. Move a store
+    of another format or a damaged index aside. Raises TierConfigError, OSError."""
     path = directory.path
     other_formats.finish_moves(path, wanted)
     note = read_note(path)
@@ -203,7 +203,7 @@ def _read_store(
 
 
 def _choose_victims(index: SlotIndex, name: str, make: PolicyFactory) -> None:
-    """Evict by this policy if there are at most `MOST_POLICY_SLOTS`. Raises TierConfigError."""
+    """Evict by policy `name`, up to `MOST_POLICY_SLOTS` slots. Raises TierConfigError."""
     if index.num_slots > MOST_POLICY_SLOTS:
         log.warning(
             "the SSD tier has %d slots and evicts by least recent use: with more than %d the "
@@ -239,11 +239,11 @@ def _read_index(
     note: Note | None,
     scan_timeout_seconds: float,
 ) -> SlotIndex | None:
-    """Read the index on the disk. Return None if there is no index. Raises IndexDamaged. Raises
+    """Read the index on the disk. Return None without an index. Raises IndexDamaged. Raises
     TierConfigError for the index of another store, which stays unchanged."""
     finish_rebuild(directory.index)
     if not (directory.index / DATA_FILE).exists():
-        # A crash right after the folder was made leaves nothing worth keeping.
+        # After a crash right after the folder was made, the folder has no data.
         shutil.rmtree(directory.index, ignore_errors=True)
         return None
     num_slots = max(plan.num_slots, num_slots_there(directory.slot_file, plan))
@@ -252,7 +252,7 @@ def _read_index(
     if found is None:
         if len(index):
             raise IndexDamaged("it does not say what it is for")
-        return None  # a crash came before the first commit
+        return None  # the store crashed before the first commit
     if not found.is_same(wanted):
         if note is not None and note.identity.is_same(wanted):
             raise IndexDamaged("it does not say that it is for what the store is for")
@@ -262,7 +262,7 @@ def _read_index(
 
 
 def read_identity(folder: Path) -> Identity | None:
-    """The identity in an index that `guard.read_rows` has found undamaged. Raises IndexDamaged."""
+    """Return the identity in an index that `guard.read_rows` has checked. Raises IndexDamaged."""
     try:
         index = IndexFile(folder, 0)
     except _DAMAGE as error:
@@ -282,7 +282,7 @@ class _OtherFormat(Exception):
 
 
 def _check_format(path: Path, found: Identity, wanted: Identity) -> None:
-    """Raise _OtherFormat if only the format version differs, TierConfigError if more differs."""
+    """Raise _OtherFormat if only the format versions differ, TierConfigError if more differs."""
     if found.format_version == wanted.format_version:
         return
     if not found._replace(format_version=wanted.format_version).is_same(wanted):
@@ -293,7 +293,7 @@ def _check_format(path: Path, found: Identity, wanted: Identity) -> None:
 def _fit_index(
     directory: StoreDirectory, plan: SpacePlan, identity: Identity, index: SlotIndex
 ) -> IndexFile:
-    """Open the index on the disk with the planned size. Create it if there is none."""
+    """Open the index on the disk with the planned size. A missing index is created."""
     data = directory.index / DATA_FILE
     if data.exists() and data.stat().st_size > plan.index_bytes:
         rebuild(directory.index, plan.index_bytes, identity, index.iter_by_use())

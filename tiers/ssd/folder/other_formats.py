@@ -5,9 +5,9 @@
     PATH/format-N.new/    a store that is being moved there
 
 So after a rollback the old version finds its blocks again, and after a repeated upgrade the new
-version finds its blocks. These stores do not count towards the tier's size. They are kept while the
-disk has room for them and for the store in use. Single blocks cannot be removed from these stores,
-so the first `clear` or `wait_forgotten` removes them all.
+version finds its blocks. Stores of other formats do not count towards the tier's size, and are kept
+while the disk has room for them and for the store in use. Single blocks cannot be removed from a
+store of another format, so the first `clear` or `wait_forgotten` removes all these stores.
 
 The caller must hold the store's lock. Every function may raise OSError. The next opening finishes a
 move that a crash interrupted. No symbolic link is followed."""
@@ -29,7 +29,7 @@ _NAME = re.compile(r"format-\d{1,20}(\.new)?")
 
 
 def kept(path: Path) -> list[Path]:
-    """The folders in `path` with stores of other formats, also with partly moved stores."""
+    """Return the folders in `path` with stores of other formats, also with partly moved stores."""
     try:
         names = sorted(os.listdir(path))
     except OSError:
@@ -38,8 +38,8 @@ def kept(path: Path) -> list[Path]:
 
 
 def keep(path: Path, format_version: int) -> Path:
-    """Move the store in `path` into the folder of its format, and remove an earlier store there. If
-    a crash interrupted moving this store out of that folder, move its files back there."""
+    """Move the store in `path` into the folder of its format, and remove an earlier store in this
+    folder. If a crash interrupted a move of the store out of the folder, move its files back."""
     folder, moving = _folder(path, format_version), _moving(path, format_version)
     if _has_index(folder) and not os.path.lexists(folder / IDENTITY) and not _has_index(path):
         for name in (_BLOCKS, IDENTITY):  # in the reverse order of `_end_bringing`
@@ -50,15 +50,15 @@ def keep(path: Path, format_version: int) -> Path:
     if _is_folder(folder):
         shutil.rmtree(folder)
     if not _is_folder(moving):
-        moving.mkdir(mode=0o700)  # fails where a link or a file stands
-    # The identity goes last: while it is in `path`, the store there is still to be moved.
+        moving.mkdir(mode=0o700)  # fails if a link or a file has this name
+    # The identity is moved last: while it is in `path`, the store there must still be moved.
     for name in (_BLOCKS, fresh_folder(path / _INDEX).name, _INDEX, IDENTITY):
         _move(path / name, moving / name)
     return _end_keeping(path, moving)
 
 
 def bring_back(path: Path, wanted: Identity) -> bool:
-    """Move the kept store of this identity into the empty `path`. Return False if there is none."""
+    """Move the kept store of identity `wanted` into the empty `path`. Return False without one."""
     folder = _folder(path, wanted.format_version)
     note = read_note(folder) if _is_folder(folder) else None
     if note is None or not note.identity.is_same(wanted) or not _has_index(folder):
@@ -84,7 +84,7 @@ def finish_moves(path: Path, wanted: Identity) -> None:
         else:
             shutil.rmtree(folder)
     if not any(os.path.lexists(path / name) for name in (IDENTITY, _BLOCKS, _INDEX)):
-        bring_back(path, wanted)  # the other store was moved away: this move was next
+        bring_back(path, wanted)  # the other store was moved away, so this move is next
 
 
 def forget(path: Path) -> None:
@@ -111,7 +111,7 @@ def _take_back(path: Path, moving: Path, format_version: int) -> None:
     note = read_note(path)
     if not _is_folder(moving) or note is None or note.format_version != format_version:
         return
-    # In the reverse order of `keep`, so that `keep` could go on from any point.
+    # In the reverse order of `keep`, so that `keep` could continue from any point.
     for name in (_INDEX, fresh_folder(path / _INDEX).name, _BLOCKS):
         if os.path.lexists(moving / name) and not os.path.lexists(path / name):
             _move(moving / name, path / name)
@@ -120,7 +120,7 @@ def _take_back(path: Path, moving: Path, format_version: int) -> None:
 
 
 def _end_bringing(path: Path, folder: Path) -> None:
-    # The index goes last: a folder with an index but without an identity is being moved.
+    # The index is moved last: a folder with an index but without an identity is being moved.
     for name in (IDENTITY, _BLOCKS, _INDEX):
         _move(folder / name, path / name)
     shutil.rmtree(folder)

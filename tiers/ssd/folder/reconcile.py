@@ -23,30 +23,30 @@ from ...record import Defect, RecordHeader, Seal, check_fields, check_record, de
 from ..disk.space import HEADER_PAGE_BYTES
 from ..index.index_file import Row
 
-# Kinds of problems. A row with a wrong record has the kind of its `record.Defect`.
-INDEX = "index"  # lost or damaged
-IDENTITY = "identity"  # the index and the identity file do not agree
+# Kinds of problems. The kind of a row with a wrong record is a `record.Defect`.
+INDEX = "index"  # the index is lost or damaged
+IDENTITY = "identity"  # the index and the identity file differ
 RANGE = "range"  # a row names a slot that does not exist
 TWICE = "twice"  # two rows for one key
-UNREADABLE = "unreadable"  # the disk did not give a record that a row names
-SIZE = "size"  # a file is missing, or larger than it may be
+UNREADABLE = "unreadable"  # a record that a row names cannot be read
+SIZE = "size"  # a file is missing or too large
 
 _CHUNK_BYTES = 4 * 1024**2
 _THREADS = 4
-_AHEAD = 2 * _THREADS  # chunks read ahead of the caller
+_AHEAD = 2 * _THREADS  # chunks that are read before the caller needs them
 
 _SLOT_BITS = 32
 
 
 def _of_group(key: bytes) -> str:
-    """Message text with the block's KV cache group; empty for the first group."""
+    """Return message text with the block's KV cache group; empty for the first group."""
     group = unpack_key(key).group
     return f", a block of cache group {group}" if group else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A fault found in a store: its kind, a description, and the slot if it is about one slot."""
+    """A fault found in a store: the kind, a description, and the slot of a fault in one slot."""
 
     kind: str
     text: str
@@ -55,25 +55,25 @@ class Problem:
 
 @dataclass(slots=True)
 class CheckResult:
-    """The faults that one check of a store has found, and the repairs it made."""
+    """The faults that one check of a store has found, and the repairs that were made."""
 
     path: Path
-    max_problems: int  # the most that `problems` keeps
+    max_problems: int  # limit of the texts in `problems`
     slots: int = 0
     rows: int = 0
-    whole: int = 0  # rows whose records are whole, as far as they were checked
-    orphans: int = 0  # whole records without a row
+    whole: int = 0  # rows whose records are undamaged, as far as checked
+    orphans: int = 0  # undamaged records without a row
     bytes_read: int = 0
-    payloads_verified: bool = True  # false: sealed, and the key was not given
-    counts: dict[str, int] = field(default_factory=dict)  # problems by kind
+    payloads_verified: bool = True  # False: sealed records, and no key
+    counts: dict[str, int] = field(default_factory=dict)  # number of problems by kind
     problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # harmless, such as remains of a crash
+    notes: list[str] = field(default_factory=list)  # harmless findings, such as remains of a crash
     removed_rows: int = 0
     rebuilt_rows: int = 0
 
     @property
     def is_clean(self) -> bool:
-        """Whether no fault was found. False also if all faults were repaired."""
+        """Whether no fault was found. False even if all faults were repaired."""
         return not self.counts
 
     def add(self, kind: str, text: str, slot: int | None = None) -> None:
@@ -88,14 +88,13 @@ class Found(NamedTuple):
 
     slot: int
     header: RecordHeader | None  # None: no record
-    defect: Defect | None  # of the record, judged without a row
-    error: OSError | None  # of a read that failed
+    defect: Defect | None  # defect of the record, without regard to a row
+    error: OSError | None  # error of the read
 
 
 class RecordFile:
     """A slot file opened for reading only, with direct I/O if the file system has it. `seal` is the
-    seal of the records. If `verifies` is false, because the seal is unknown, only headers are
-    checked."""
+    seal of the records. With `verifies` false, for an unknown seal, only headers are checked."""
 
     def __init__(self, path: Path, seal: Seal | None = None, *, verifies: bool = True) -> None:
         self._seal = seal
@@ -107,8 +106,8 @@ class RecordFile:
         os.close(self._descriptor)
 
     def block_bytes(self) -> int | None:
-        """The block size in bytes, from the header of the first undamaged record; None if there is
-        no such record. Needed for a store without an identity file."""
+        """The block size in bytes, from the header of the first undamaged record; None without such
+        a record. Needed for a store without an identity file."""
         page = memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES))
         for offset in range(0, self.size - HEADER_PAGE_BYTES, HEADER_PAGE_BYTES):
             os.preadv(self._descriptor, [page], offset)
@@ -143,7 +142,7 @@ class RecordFile:
 
     def _look(self, start: int, count: int, block_bytes: int, buffer: memoryview) -> list[Found]:
         """Read neighbouring slots with one call and check them. If the call fails, read the slots
-        one by one, so that a bad sector loses only its own record."""
+        one by one, so that a bad sector loses only one record."""
         size = record_bytes_of(block_bytes)
         try:
             done = os.preadv(self._descriptor, [buffer[: count * size]], start * size)
@@ -166,14 +165,14 @@ class RecordFile:
             return Found(slot, None, None, None)
         if header.block_bytes != block_bytes:
             return Found(slot, header, Defect.LENGTH, None)
-        # The bytes behind an encoded payload belong to an earlier record and are not checked.
+        # The bytes after an encoded payload belong to an earlier record and are not checked.
         payload = record[HEADER_PAGE_BYTES : HEADER_PAGE_BYTES + header.payload_bytes]
         expected = replace(header, seal=self._seal) if self._seal else header
         return Found(slot, header, self._check(record, payload, expected), None)
 
 
 def record_bytes_of(block_bytes: int) -> int:
-    """Bytes that the record of a block of `block_bytes` takes in the slot file."""
+    """Return the bytes that the record of a block of `block_bytes` takes in the slot file."""
     return HEADER_PAGE_BYTES + -(-block_bytes // HEADER_PAGE_BYTES) * HEADER_PAGE_BYTES
 
 
@@ -188,8 +187,8 @@ def _open(path: Path) -> int:
 
 
 class Reconciler:
-    """Compares rows with records and adds faults to a result. Without an index, every undamaged
-    record counts as an orphan and is remembered, so that an index can be rebuilt."""
+    """A comparison of rows with records, which adds faults to a result. Without an index, every
+    undamaged record counts as an orphan and is recorded, so that an index can be rebuilt."""
 
     def __init__(
         self,
@@ -200,14 +199,14 @@ class Reconciler:
         cleared_up_to: int = 0,
     ) -> None:
         self._result = result
-        self._cleared_up_to = cleared_up_to  # blocks up to this generation are forgotten
+        self._cleared_up_to = cleared_up_to  # blocks up to this generation are removed
         self._num_cleared = 0
-        self._layout_id = layout_id  # None: unknown, so any layout is right
+        self._layout_id = layout_id  # None: unknown, so that any layout is accepted
         self._has_index = has_index
         self.bad_slots: list[int] = []  # slots whose rows should be removed
         # Key → generation and slot of the key's latest record, packed into one number.
         self._latest: dict[bytes, int] = {}
-        self._encoded_bytes: dict[int, int] = {}  # by slot, of orphans that a codec made
+        self._encoded_bytes: dict[int, int] = {}  # slot of an encoded orphan → bytes
 
     def run(self, rows: Iterable[Row], records: Iterator[Found]) -> None:
         """Compare rows and records, both in the order of their slots."""
@@ -234,7 +233,7 @@ class Reconciler:
             self._result.notes.append(f"{unreadable} slots without a row cannot be read")
 
     def rows_of_records(self) -> Iterator[Row]:
-        """Yield a row for each key's latest record. The order of last use is that of writing."""
+        """Yield a row for each key's latest record. The order of writes is that of last use."""
         for use, key in enumerate(sorted(self._latest, key=self._latest.__getitem__), 1):
             generation, slot = divmod(self._latest[key], 1 << _SLOT_BITS)
             yield Row(slot, key, generation, use, self._encoded_bytes.get(slot, 0))
@@ -285,7 +284,7 @@ class Reconciler:
             self._remember(header.key, header.generation, found.slot)
 
     def _remember(self, key: bytes, generation: int, slot: int) -> int | None:
-        """Remember the later of two records of a key. Return the earlier record's slot, if any."""
+        """Record the later of two records of a key. Return the earlier record's slot, if any."""
         mine, known = generation << _SLOT_BITS | slot, self._latest.get(key)
         if known is None:
             self._latest[key] = mine
@@ -299,5 +298,5 @@ class Reconciler:
 
 
 def _encoded_bytes(header: RecordHeader) -> int:
-    """Length of the encoded payload, as rows have it: 0 for a record without a codec."""
+    """Return the length of the encoded payload, as in rows: 0 for a record without a codec."""
     return header.payload_bytes if header.codec else 0

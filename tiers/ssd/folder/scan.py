@@ -3,18 +3,18 @@
 
 LMDB hardly checks its file: a page that is missing, zeroed or out of bounds can kill the process
 that reads or writes it. So this process first checks the structure of every page in use and of the
-list of free pages. Then it reads the file with LMDB, to find damage that the check missed. Rows are
-checked only for length and order; the store verifies the records when it reads them.
+list of free pages, and then reads the file with LMDB, to find damage that the check missed. Rows
+are checked only for length and order; the store verifies a record when it reads the record.
 
 Rows are written to standard output, in batches, while the pages are checked. The parent process can
-use them at once, but only exit status 0 says that they are undamaged:
+use the rows at once, but only exit status 0 means that the rows are undamaged:
     batch = number of rows u32 little-endian | the slots, 4 bytes each | the values, 64 bytes each
 The last batch is empty. The empty batch is written before LMDB reads the file, so that the parent
-can work on all rows meanwhile. Exit status 0: the file is undamaged, and every row was written. 1:
-the file is damaged; standard error says why. 2: memory or file descriptors ran short; the file may
-be undamaged. If SIGBUS or a similar signal kills the process, the file is damaged too. PATHS become
-`sys.path`, so that the Python package `lmdb` is found. Every opening of a store waits for this
-process to start, so it imports no module of this project and few others.
+can process all rows meanwhile. Exit status 0: the file is undamaged, and every row was written. 1:
+the file is damaged; standard error has the reason. 2: memory or file descriptors ran short; the
+file may be undamaged. If SIGBUS or a similar signal kills the process, the file is damaged too.
+PATHS become `sys.path`, so that the Python package `lmdb` is found. Every opening of a store waits
+for this process to start, so it imports no module of this project and few others.
 
 Page: pgno u64, pad u16, flags u16, lower u16, upper u16, offsets of nodes u16 each, ... nodes.
 Node: low u16, high u16, flags u16, key size u16, key, data. In a leaf low|high is the data size;
@@ -30,7 +30,7 @@ from array import array
 from collections import namedtuple
 from operator import lt
 
-TYPE_CHECKING = False  # as type checkers know it
+TYPE_CHECKING = False  # True for type checkers
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import BinaryIO
@@ -46,10 +46,10 @@ _BRANCH, _LEAF, _OVERFLOW, _META_FLAG = 1, 2, 4, 8
 _BIG, _SUBTREE = 1, 2
 _EMPTY = 2**64 - 1
 _MAX_DEPTH = 32  # LMDB's own limit
-_INTEGER_KEYS = 8  # flag of a tree; only the list of free pages has it
-_ROWS = b"slots"  # the tree of rows
+_INTEGER_KEYS = 8  # a flag that only the tree of free pages has
+_ROWS = b"slots"  # name of the tree of rows
 _SLOT_BYTES, _VALUE_BYTES = 4, 64
-_ROW = struct.Struct(f"{_NODE.size + _SLOT_BYTES}x{_VALUE_BYTES}s")  # a node; unpacks to the value
+_ROW = struct.Struct(f"{_NODE.size + _SLOT_BYTES}x{_VALUE_BYTES}s")  # unpacks a node to its value
 _ROW_HEAD = _NODE.pack(_VALUE_BYTES, 0, 0, _SLOT_BYTES)
 _BATCH = 16384
 _LARGEST_PAGE = 65536
@@ -59,7 +59,7 @@ _SHORTAGES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 
 
 class Damage(Exception):
-    """A damaged file; the message says what is wrong."""
+    """The file is damaged; the message describes the damage."""
 
 
 class Tree(
@@ -80,7 +80,7 @@ class Meta(namedtuple("Meta", "free main last_page transaction")):
 
 
 class RowStream:
-    """Writes rows in batches. The rows must be added in the order of their slots."""
+    """A writer of rows in batches. Rows must be added in the order of their slots."""
 
     def __init__(self, out: BinaryIO) -> None:
         self.count = 0  # rows written so far
@@ -96,7 +96,7 @@ class RowStream:
             self.write_pending()
 
     def write_pending(self) -> None:
-        """Write the collected rows. Raises Damage if they are not in the order of slots."""
+        """Write the collected rows. Raises Damage for rows that are not in the order of slots."""
         slots, values = self._slots, self._values
         if not slots:
             return
@@ -130,7 +130,7 @@ class RowStream:
 
 
 class PageScan:
-    """Checks a file's newest snapshot, and adds its rows to `rows`. Raises Damage."""
+    """A check of a file's newest snapshot, which adds its rows to `rows`. Raises Damage."""
 
     def __init__(self, data: mmap.mmap, rows: RowStream) -> None:
         self._data = data
@@ -237,7 +237,7 @@ class PageScan:
             raw[place::_SLOT_BYTES] = nodes[len(_ROW_HEAD) + place :: size]
         slots = RowStream.slots_of(raw)
         values = [value for (value,) in _ROW.iter_unpack(nodes)]
-        appended = self._appended.get(first)  # offsets of rows that were only ever appended
+        appended = self._appended.get(first)  # offsets in a page to which rows were only appended
         if appended is None:
             appended = tuple(range(self._size - size, first - 1, -size))
             self._appended[first] = appended
@@ -302,7 +302,7 @@ def _page_size(data: mmap.mmap | bytes) -> int:
 
 
 def newest_meta(data: mmap.mmap | bytes, page_size: int) -> Meta:
-    """The meta page of the last commit. Both meta pages must be valid, as LMDB demands."""
+    """Return the meta page of the last commit. Both meta pages must be valid, as LMDB requires."""
     metas = []
     for page in (0, 1):
         base = page * page_size
@@ -318,9 +318,9 @@ def newest_meta(data: mmap.mmap | bytes, page_size: int) -> Meta:
 
 
 def count_rows(read: Callable[[int, int], bytes]) -> int:
-    """The number of rows in the newest snapshot. Reads a few pages with `read(size, offset)` and
-    checks little, so a damaged file may give a wrong number. Raises Damage, ValueError,
-    struct.error."""
+    """Return the number of rows in the newest snapshot. A few pages are read with `read(size,
+    offset)` and hardly checked, so a damaged file may give a wrong number. Raises Damage,
+    ValueError, struct.error."""
     head = read(2 * _LARGEST_PAGE, 0)
     size = _page_size(head)
     root = newest_meta(head, size).main.root
@@ -340,7 +340,7 @@ def count_rows(read: Callable[[int, int], bytes]) -> int:
 
 def read_with_lmdb(folder: str, num_rows: int) -> None:
     """Read the whole file with LMDB. Raises Damage if LMDB finds another number of rows."""
-    import lmdb  # found only where `main` has put its place
+    import lmdb  # found only after `main` has set `sys.path`
 
     try:
         with lmdb.open(folder, readonly=True, lock=False, max_dbs=2, create=False) as env:

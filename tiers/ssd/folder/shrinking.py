@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a store smaller and keeps its most recently used (hottest) blocks. Such a block keeps its
+"""Makes a store smaller and keeps its most recently used (hottest) blocks. A kept block keeps its
 slot, or moves to a slot below the new end that is free or has a colder block.
 
     slots   0 ............ new end ............ old end
                   cold  ◄──────────  hot
 
-No other opening of a store moves payloads. Moving takes about `MOST_SECONDS` at most. Blocks not
-moved by then are lost; the hottest blocks are moved first. After a crash at any time, each row
-names a slot that holds its record: first the colder block's row is removed, then the hot block's
-record is copied and synced, and then one commit writes its new row and removes its old row. At the
-end, the rows beyond the new end are removed and the file is truncated there, so that a full disk
-has room for the smaller index."""
+Only an opening that shrinks a store moves payloads. Moving takes about `MOST_SECONDS` at most.
+Blocks not moved in this time are lost; the hottest blocks are moved first. After a crash at any
+time, each row names a slot that holds the row's record: first the colder block's row is removed,
+then the hot block's record is copied and synced, and then one commit writes the hot block's new row
+and removes the old row. At the end, the rows beyond the new end are removed and the file is
+truncated, so that a full disk has room for the smaller index."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _COMMIT_ROWS = 1024
 
 
 def num_slots_there(slot_file: Path, plan: SpacePlan) -> int:
-    """Slots that fit into the bytes allocated to the slot file; 0 if there is no file."""
+    """Return the slots that fit into the bytes allocated to the slot file; 0 without a file."""
     try:
         return slot_file.lstat().st_blocks * 512 // plan.record_bytes
     except FileNotFoundError:
@@ -45,8 +45,8 @@ def num_slots_there(slot_file: Path, plan: SpacePlan) -> int:
 
 def shrink(directory: StoreDirectory, plan: SpacePlan, index: SlotIndex) -> SlotIndex:
     """Move the hottest blocks of `index` into the first `plan.num_slots` slots of the files. Return
-    the smaller index. A block that cannot be read is lost. May raise OSError and lmdb.Error; then
-    only cold blocks are lost."""
+    the smaller index. A block that cannot be read is lost. May raise OSError and lmdb.Error, after
+    which only cold blocks are lost."""
     began = time.monotonic()
     to_be_removed = [entry.slot for entry in index.take_leaving()]
     by_heat = list(index.iter_by_use())[::-1]
@@ -56,7 +56,7 @@ def shrink(directory: StoreDirectory, plan: SpacePlan, index: SlotIndex) -> Slot
     targets = (slot for slot in range(plan.num_slots) if slot not in hot)
     tried = moved = 0
     with _Mover(directory, plan) as mover:
-        mover.remove_slots(to_be_removed)  # the smaller index does not list them
+        mover.remove_slots(to_be_removed)  # the smaller index does not have these slots
         step = max(1, min(_COMMIT_BYTES // plan.record_bytes, _COMMIT_ROWS))
         for start in range(0, len(moves), step):
             if time.monotonic() - began > MOST_SECONDS:
@@ -87,7 +87,7 @@ def shrink(directory: StoreDirectory, plan: SpacePlan, index: SlotIndex) -> Slot
 
 
 class _Mover:
-    """Moves records within the slot file and changes their rows. Keeps both files open."""
+    """Moves records within the slot file and changes their rows. Keeps slot file and index open."""
 
     def __init__(self, directory: StoreDirectory, plan: SpacePlan) -> None:
         self._size = plan.record_bytes
@@ -112,7 +112,7 @@ class _Mover:
 
     def move(self, rows: Sequence[Row], slots: Sequence[int]) -> Iterable[Row]:
         """Copy the records of `rows` to `slots`. Return the new rows of the records that could be
-        read. Raises OSError if none could be read: then the disk has failed, not a sector."""
+        read. Raises OSError if no record could be read: the disk has failed, not a sector."""
         self._index.delete(slots)
         new: list[Row] = []
         fault: OSError | None = None
@@ -133,7 +133,7 @@ class _Mover:
         return new
 
     def cut_off(self) -> None:
-        """Remove the rows beyond the new end, then truncate the slot file there."""
+        """Remove the rows beyond the new end, then truncate the slot file at the new end."""
         self._index.delete_from(self._num_slots)
         if os.fstat(self._file).st_size > self._num_slots * self._size:
             os.ftruncate(self._file, self._num_slots * self._size)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index of the slot file: which slot holds which block, in memory and in LMDB."""
+"""The index of the slot file, in memory and in LMDB: the block in each slot."""

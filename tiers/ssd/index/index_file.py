@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index on disk: an LMDB environment that says which slot holds which block.
+"""IndexFile: the index on disk, an LMDB environment with the block in each slot.
 
 The file is the durable copy of the index in memory. The file is read once, at the start, and
 written in batches. A row's key is the slot number, not the block's key. So the number of slots
@@ -41,13 +41,13 @@ _VALUE = struct.Struct(f"<{KEY_BYTES}sQQQ")
 _KEY_OF_VALUE = struct.Struct(f"{KEY_BYTES}s{VALUE_BYTES - KEY_BYTES}x")
 _ZEROS = bytes(1024**2)
 _NUMBER = struct.Struct("<Q")
-EPOCH_SHIFT = 32  # a generation: the epoch above, a count of writes below
+EPOCH_SHIFT = 32  # of a generation: epoch in the upper half, count of writes in the lower
 _LARGEST_EPOCH = 2**32 - 2  # the upper half of a generation must hold the next epoch
-_ROWS_PER_COMMIT = 65536  # of a rebuilt index
+_ROWS_PER_COMMIT = 65536  # rows per commit of a rebuilt index
 
 
 class IndexDamaged(Exception):
-    """A damaged index; the message says what is wrong."""
+    """The index is damaged; the message describes the damage."""
 
 
 class Row(NamedTuple):
@@ -90,7 +90,7 @@ class RowBatch(NamedTuple):
             yield Row(slot, *value)
 
     def columns(self, num_slots: int) -> Columns:
-        """The rows of slots below `num_slots` as columns: a million `Row` objects are slow."""
+        """Return rows of slots below `num_slots` as columns; a million `Row` objects are slow."""
         slots, words = array("I", self.slots), array("Q", self.values)
         (slots if sys.byteorder == "little" else words).byteswap()
         count = bisect_left(slots, num_slots)
@@ -109,7 +109,7 @@ class Identity(NamedTuple):
     format_version: int
     layout_id: bytes
     namespace: bytes
-    layout_text: str  # for messages
+    layout_text: str  # the layout as text, for messages
 
     def is_same(self, other: Identity) -> bool:
         return self[:3] == other[:3]
@@ -141,7 +141,7 @@ class IndexFile:
             os.close(descriptor)
 
     def identity(self) -> Identity | None:
-        """Read the identity. Return None if the index is new. Raises IndexDamaged."""
+        """Read the identity. Return None for a new index. Raises IndexDamaged."""
         with self._env.begin() as txn:
             version = txn.get(b"format", db=self._store)
             if version is None:
@@ -164,8 +164,8 @@ class IndexFile:
 
     def next_epoch(self, last: int | None) -> int:
         """Return an epoch, a number below 2**32 that no earlier opening of the store had, and store
-        it. `last` is the last epoch from the identity file; if it is None, the index gives the last
-        epoch. If both are missing, the epoch is random, so that it very probably differs from all
+        it. `last` is the last epoch from the identity file; if None, the last epoch is that of the
+        index. If both are missing, the epoch is random, so that it very probably differs from all
         epochs of a lost index."""
         with self._env.begin(write=True, db=self._store) as txn:
             stored = txn.get(b"epoch", b"")
@@ -177,7 +177,7 @@ class IndexFile:
         return last + 1
 
     def iter_rows(self) -> Iterator[Row]:
-        """All rows in the order of their slots. Rows of a wrong length are left out."""
+        """Yield all rows in the order of their slots. Rows of a wrong length are left out."""
         with self._env.begin(db=self._slots) as txn, txn.cursor() as cursor:
             for slot, value in cursor:
                 if len(slot) == _SLOT.size and len(value) == _VALUE.size:
@@ -195,12 +195,12 @@ class IndexFile:
             _delete(txn, deleted)
 
     def delete(self, slots: Sequence[int]) -> None:
-        """Remove the rows of these slots; missing rows are ignored."""
+        """Remove the rows of `slots`; missing rows are ignored."""
         with self._change_rows() as txn:
             _delete(txn, slots)
 
     def delete_from(self, slot: int) -> None:
-        """Remove the rows of this slot and of all later slots, the last slot first. Very many rows
+        """Remove the rows of `slot` and of all later slots, the last slot first. Very many rows
         take several commits, because LMDB bounds the pages that one commit may change."""
         first, left = _SLOT.pack(slot), True
         while left:
@@ -217,12 +217,12 @@ class IndexFile:
     def _open_env(self) -> None:
         self._env = lmdb.open(
             str(self._folder),
-            # Never smaller than the file: a shrinking store reads all of it first.
+            # Never smaller than the file, all of which a shrinking store reads first.
             map_size=max(self._map_bytes, _size(self._data)),
             max_dbs=2,
             mode=0o600,
-            lock=False,  # the store's own lock admits one process, and no read runs beside a write
-            writemap=False,  # a wild pointer must not reach the file
+            lock=False,  # the store's lock admits one process; reads and writes do not overlap
+            writemap=False,  # so that a wild pointer cannot change the file
             readahead=False,
         )
         try:
@@ -235,7 +235,7 @@ class IndexFile:
     def _change_rows(self) -> Any:
         """Begin a write transaction on the rows. After some disk errors LMDB refuses all
         transactions until the file is reopened. The next call reopens the file, so that the index
-        works again when the disk does."""
+        works again as soon as the disk works."""
         if self._is_refused:
             self._env.close()
             self._open_env()
@@ -297,7 +297,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def fresh_folder(folder: Path) -> Path:
-    """The folder in which `rebuild` makes the index that will replace the index in `folder`."""
+    """Return the folder in which `rebuild` makes the new index for `folder`."""
     return folder.with_name(folder.name + ".new")
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the rows of the index on disk as the initial content of the index in memory. Rows are
-processed as columns, in C wherever possible, because there may be a million rows."""
+"""LoadedRows: the rows of the index on disk, as the initial content of the index in memory. Rows
+are processed as columns, in C wherever possible, because an index may have a million rows."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from itertools import repeat
 from .index_file import RowBatch
 from .slot_sets import FREE, SlotList, scatter
 
-# The counting sort of uses at the start takes four bytes for each number between the oldest and the
-# newest use. Beyond this many numbers per block, an ordinary sort runs instead.
+# The most numbers per block, between oldest and newest use, for a counting sort, which takes four
+# bytes for each number; for more numbers an ordinary sort is used.
 _MOST_NUMBERS_PER_BLOCK = 16
-# The store writes no larger last use. Counting on from a larger number would overflow the row.
+# The largest last use that the store writes; counting from a larger number would overflow the row.
 _LARGEST_USE = 2**62
 
 
 class LoadedRows:
     """The blocks in slots 0 to `num_slots - 1`. `batches` must be in the order of their slots; rows
-    of later slots are ignored. An empty batch is the last one: the source has sent all rows and
-    still checks them. During that check, the slots in use are added to the empty list `recency`,
-    least recently used first."""
+    of later slots are ignored. The last batch is empty: the source has sent all rows and still
+    checks them. During the check, the slots in use are added to the empty list `recency`, least
+    recently used first."""
 
     def __init__(self, num_slots: int, batches: Iterable[RowBatch], recency: SlotList) -> None:
         self.slots: dict[bytes, int] = {}
-        self.keys: list[bytes | None] = [None] * num_slots  # None where free
+        self.keys: list[bytes | None] = [None] * num_slots  # by slot; None: free
         self.generations = array("Q", bytes(8 * num_slots))
         self.encoded_bytes = array("Q", bytes(8 * num_slots))
         self.free_flags = bytearray(FREE * num_slots)
-        self.leaving = array("I")  # slots whose rows are to be removed again
+        self.leaving = array("I")  # slots whose rows must be removed
         self.last_use = 0
         self._recency = recency
-        # Millions of keys and numbers have no reference cycle: the garbage collector stays off.
+        # The garbage collector is off, since millions of keys and numbers have no reference cycle.
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -56,7 +56,7 @@ class LoadedRows:
             self._put_in_order(uses)
 
     def _put_in_order(self, uses: array[int]) -> None:
-        """Fill `recency` in the order of last use, after the last row has come."""
+        """Fill `recency` in the order of last use, after the last row has arrived."""
         self._leave_older_rows(uses)
         order = _by_use(self.slots, uses)
         self._recency.extend(order)
@@ -83,7 +83,7 @@ class LoadedRows:
         scatter(self.free_flags, slots, repeat(0))
 
     def _leave_older_rows(self, uses: array[int]) -> None:
-        """Mark the older of two rows with one key for removal. Its earlier removal has failed."""
+        """Mark the older of two rows with one key for removal, since its earlier removal failed."""
         if self.free_flags.count(0) == len(self.slots):
             return
         rows = [(slot, key) for slot, key in enumerate(self.keys) if key is not None]
@@ -97,9 +97,9 @@ class LoadedRows:
 
 
 def _by_use(slots: Mapping[bytes, int], uses: array[int]) -> Sequence[int]:
-    """The slots in use, least recently used first. `uses` is 0 for all other slots. Last uses are
-    normally small distinct numbers, so a counting sort orders them quickly. Damaged rows may have
-    large or equal numbers; then an ordinary sort runs."""
+    """Return the slots in use, least recently used first. `uses` is 0 for all other slots. Last
+    uses are normally small distinct numbers, which a counting sort orders quickly. For large or
+    equal numbers, as in damaged rows, an ordinary sort is used."""
     last, unused = max(uses, default=0), len(uses)
     if last > _LARGEST_USE:
         for slot in slots.values():
@@ -118,7 +118,7 @@ def _by_use(slots: Mapping[bytes, int], uses: array[int]) -> Sequence[int]:
                 places[use - first] = slot
     else:
         scatter(places, uses, range(len(uses)))
-        places[0] = unused  # use 0 stands for all slots without a use
+        places[0] = unused  # 0 is the use of all unused slots
     order = [slot for slot in places if slot != unused]
     if len(order) == len(slots):
         return order

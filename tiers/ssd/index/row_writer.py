@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes changes of the index to the disk in few commits: new rows, removed rows, last uses.
+"""RowWriter: writes new rows, removed rows and last uses to the index on disk, in few commits.
 
 A commit is slow. So if the store is full, the commit of a batch also removes rows of blocks that
 later batches will replace. A steady stream of batches then takes one commit for each batch instead
@@ -16,24 +16,24 @@ from .index_file import IndexFile
 from .slot_index import Entry
 
 ROWS_PER_COMMIT = 4096
-# At most this share of the slots is freed before it is needed: a sixth, or a sixteenth if there are
-# few slots. A sixteenth may be less than a batch, which then takes a second commit.
+# The largest share of slots that are freed in advance: a sixteenth below _FEW_SLOTS slots, else a
+# sixth. With less than a batch freed in advance, the batch takes a second commit.
 _AHEAD_SHARE, _LARGER_SHARE = 16, 6
 _FEW_SLOTS = 1024
 # Last uses are written with the rows of new blocks, but not in every commit, because a block in use
-# would be written again and again. A power cut or a kill loses the uses of so many seconds, but no
-# block.
+# would be written again and again. A power cut or a kill loses the last uses of this many seconds,
+# but no block.
 USES_SECONDS = 10.0
-SYNC_SECONDS = 2.0  # the most that a power cut or a kill loses
+SYNC_SECONDS = 2.0  # blocks of this time may be lost in a power cut or a kill
 
 
 class OfferedBlocks:
-    """Blocks of a store that is not durable: look-ups find them and their `store` calls have ended,
-    but they are not yet synced and have no row. Many batches are synced and committed together, at
-    the latest about `SYNC_SECONDS` after the first block was added. Used by one thread."""
+    """Blocks of a store that is not durable. Look-ups find an offered block and its `store` call
+    has ended, but it is not synced and has no row. Many batches are synced and committed together,
+    at the latest about `SYNC_SECONDS` after the first block was added. Used by one thread."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, Entry] = {}  # by slot; within a batch the head is last
+        self._entries: dict[int, Entry] = {}  # by slot; a batch's head is last
         self._due_at = 0.0
 
     def __len__(self) -> int:
@@ -51,13 +51,13 @@ class OfferedBlocks:
         return max(0.0, self._due_at - time.monotonic())
 
     def drain_entries(self) -> list[Entry]:
-        """Remove and return all entries, last used first: newest batch first, its head first."""
+        """Remove and return all entries, last used first: newest batch first, each head first."""
         entries = list(reversed(self._entries.values()))
         self._entries.clear()
         return entries
 
     def slots_left(self, entries: Iterable[Entry]) -> None:
-        """Drop entries whose slots were freed, so that no row is committed for them."""
+        """Drop entries whose slots were freed, so that no row is committed for these entries."""
         for entry in entries:
             held = self._entries.get(entry.slot)
             if held is not None and held.generation == entry.generation:
@@ -65,7 +65,7 @@ class OfferedBlocks:
 
 
 class RowWriter:
-    """Writes and removes rows. Removes a block from `offered` when it removes the block's row."""
+    """A writer of rows. Removes a block from `offered` together with the block's row."""
 
     def __init__(
         self,
@@ -78,11 +78,11 @@ class RowWriter:
         self._offered = offered
         num_slots = state.index.num_slots
         self._ahead = num_slots // (_AHEAD_SHARE if num_slots < _FEW_SLOTS else _LARGER_SHARE)
-        self._uses_at = 0.0  # when last uses are due (monotonic)
+        self._uses_at = 0.0  # when last uses must be written (monotonic)
 
     def remove_leaving(self) -> bool:
         """Remove the rows of all evicted and dropped blocks, which frees their slots. Return False
-        if that failed for some rows; a later call removes them."""
+        if some rows could not be removed; a later call removes these rows."""
         with self._state.lock:
             leaving = self._state.index.take_leaving()
         for start in range(0, len(leaving), ROWS_PER_COMMIT):
@@ -98,8 +98,8 @@ class RowWriter:
         return True
 
     def commit(self, entries: Sequence[Entry]) -> bool:
-        """Commit rows of new entries, and remove rows to free slots for later batches. Write last
-        uses too without entries or after `USES_SECONDS`. Return False if the commit failed."""
+        """Commit rows of new entries, and remove rows to free slots for later batches. Without
+        entries, or after `USES_SECONDS`, write last uses too. Return False if the commit failed."""
         index, now = self._state.index, time.monotonic()
         with_uses = not entries or now >= self._uses_at
         num_ahead = min(len(entries), self._ahead)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index in memory: the block in each slot, the free slots, and the slots being read.
+"""SlotIndex: in memory, the block in each slot, the free slots, and the slots being read.
 
 Every look-up of the store uses this index; the index on disk is a copy for the next start. A slot
 is never written while a row on the disk or a reader refers to its earlier block. A slot's states:
@@ -11,8 +11,8 @@ is never written while a row on the disk or a reader refers to its earlier block
 Arrays, indexed by slot, hold the fields of all blocks, and one dict maps keys to slots, because a
 million Python objects would take gigabytes.
 
-The index always keeps the order of last use, because the index on disk stores it. The order of last
-use is also the order of eviction, unless an eviction policy chooses the victims (`choose_by`). The
+The index always keeps the order of last use, which the index on disk stores. The order of last use
+is also the order of eviction, unless an eviction policy chooses the victims (`choose_by`). The
 index passes each use, insert and removal to the policy.
 
 The index does no I/O. Its owner calls all methods under one lock."""
@@ -32,15 +32,15 @@ from .index_file import Row, RowBatch
 from .loaded_rows import LoadedRows
 from .slot_sets import FreeSlots, SlotList
 
-# The most dropped blocks whose records `wait_forgotten` erases.
+# The most dropped blocks whose records `wait_forgotten` can erase.
 _MOST_DROPPED = 16384
 # The largest share of the slots that held blocks may take.
 HELD_SHARE = 0.5
-LAST_GENERATION = 2**64 - 1  # the largest that fits into a row
+LAST_GENERATION = 2**64 - 1  # the largest number that fits into a row
 
 
 class Entry(NamedTuple):
-    """A block on the disk when the entry was made. `encoded_bytes` is as in the block's row."""
+    """A block on the disk when the entry was made. `encoded_bytes` is that of the block's row."""
 
     key: bytes
     slot: int
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """A planned commit: rows to write, entries whose rows to remove, number of evicted blocks."""
+    """A planned commit: rows to write, entries with rows to remove, number of evicted blocks."""
 
     rows: list[Row]
     leaving: list[Entry]
@@ -60,20 +60,20 @@ class SlotIndex:
     """The blocks in slots 0 to `num_slots - 1`, by key. `LoadedRows` explains `rows`."""
 
     def __init__(self, num_slots: int, rows: Iterable[RowBatch] = ()) -> None:
-        self._recency = SlotList(num_slots)  # in use, the coldest first
+        self._recency = SlotList(num_slots)  # slots in use, the coldest first
         loaded = LoadedRows(num_slots, rows, self._recency)
         self.num_slots = num_slots
         self.free = FreeSlots(loaded.free_flags)
-        self.learns = False  # whether `observe_chain` does anything
+        self.learns = False  # whether `observe_chain` has an effect
         self._slots = loaded.slots
-        self._keys = loaded.keys  # None where free or only allocated
+        self._keys = loaded.keys  # by slot; None: free or only allocated
         self._generations = loaded.generations
         self._encoded_bytes = loaded.encoded_bytes
         self._pins = array("I", bytes(4 * num_slots))
-        self._row_gone = bytearray(num_slots)  # 1: row gone; free when its last reader is done
+        self._row_gone = bytearray(num_slots)  # 1: row removed, slot free after its last read
         self._leaving = loaded.leaving
         self._dropped: deque[tuple[int, int]] = deque(maxlen=_MOST_DROPPED)  # slot, generation
-        self._unsaved = SlotList(num_slots)  # used since their rows were written, in order of use
+        self._unsaved = SlotList(num_slots)  # used after their rows were written
         self._next_use = loaded.last_use
         self._policy: EvictionPolicy | None = None  # None: the order of last use
         self._holds = Holds(int(HELD_SHARE * num_slots))
@@ -94,7 +94,7 @@ class SlotIndex:
         return bool(self._leaving)
 
     def choose_by(self, policy: EvictionPolicy) -> None:
-        """Evict by this empty policy from now on. Insert all blocks into it by last use."""
+        """Evict by `policy`, which is empty, from now on. Insert all blocks by last use."""
         policy.insert(self._keys[slot] or b"" for slot in self._recency)
         self._policy = policy
         self.learns = policy.learns
@@ -108,10 +108,10 @@ class SlotIndex:
 
     def retain_keys(self, keys: Sequence[bytes], until: float, now: float) -> int:
         """Protect known blocks, given head first, from eviction until `until` (monotonic seconds).
-        Return how many leading ones are protected. At most HELD_SHARE of the slots are held."""
+        Return how many leading blocks are protected. At most HELD_SHARE of the slots are held."""
         leading = list(takewhile(self._slots.__contains__, keys))
         held = self._holds.create_hold(leading, until, now).keys
-        self.touch(held)  # so that the search for victims meets others first
+        self.touch(held)  # other blocks are then searched first for victims
         return len(held)
 
     def coldest_slots(self, limit: int) -> list[int]:
@@ -128,7 +128,7 @@ class SlotIndex:
             self._policy.touch(tail_first)
 
     def pin(self, keys: Sequence[bytes]) -> list[Entry | None]:
-        """Return the keys' entries, or None, and keep their slots from reuse until `unpin`."""
+        """Return each key's entry, or None, and keep its slot from reuse until `unpin`."""
         entries: list[Entry | None] = []
         for key in keys:
             slot = self._slots.get(key)
@@ -145,7 +145,7 @@ class SlotIndex:
         self._free_if_left(entry.slot)
 
     def remove_entry(self, entry: Entry, *, by_name: bool = False) -> bool:
-        """Hide a block; False if it was hidden. `by_name` records it for `take_dropped`."""
+        """Hide a block; False if it was hidden. With `by_name`, `take_dropped` returns it."""
         slot = self._slots.get(entry.key)
         if slot != entry.slot or self._generations[slot] != entry.generation:
             return False
@@ -155,7 +155,7 @@ class SlotIndex:
         return True
 
     def forget_key(self, key: bytes) -> bool:
-        """Hide a block from look-ups and record it for `take_dropped`. False for an unknown key."""
+        """Hide a block from look-ups; `take_dropped` returns it later. False for an unknown key."""
         slot = self._slots.get(key)
         if slot is None:
             return False
@@ -170,22 +170,22 @@ class SlotIndex:
         self._dropped.append((entry.slot, entry.generation))
 
     def forget_up_to(self, generation: int) -> None:
-        """Hide from look-ups all blocks of this generation and of earlier generations."""
+        """Hide from look-ups all blocks of `generation` and of earlier generations."""
         generations = self._generations
         self._leave([slot for slot in self._slots.values() if generations[slot] <= generation])
 
     def has_leaving_after(self, generation: int) -> bool:
-        """Whether rows of a later generation must still be removed from the disk."""
+        """Whether rows later than `generation` must still be removed from the disk."""
         return any(self._generations[slot] > generation for slot in self._leaving)
 
     def take_dropped(self, after: int) -> list[int]:
         """Return the free slots that still hold the record of a dropped block of a generation later
-        than `after`. Only the latest `_MOST_DROPPED` dropped blocks are known. Slots that are being
-        read now are left for a later call."""
+        than `after`. Only the latest `_MOST_DROPPED` dropped blocks are recorded. Slots that are
+        being read are left for a later call."""
         dropped, generations = list(self._dropped), self._generations
         there = [each for each in dropped if after < each[1] == generations[each[0]]]
         self._dropped.clear()
-        self._dropped.extend(each for each in there if each[0] not in self.free)  # being read
+        self._dropped.extend(each for each in there if each[0] not in self.free)  # slots being read
         return [slot for slot, _ in there if slot in self.free]
 
     def dropped_keys(self) -> tuple[list[bytes], bool]:
@@ -198,7 +198,7 @@ class SlotIndex:
         return [key for key in found if key is not None], len(self._dropped) < _MOST_DROPPED
 
     def make_room(self, count: int) -> int:
-        """Evict until `count` slots are free or leaving. Return the number evicted."""
+        """Evict until `count` slots are free or leaving. Return the number of evicted blocks."""
         wanted = count - self.free.count
         for slot in self._leaving:
             if wanted <= 0:
@@ -209,26 +209,27 @@ class SlotIndex:
         return len(victims)
 
     def take_leaving(self, limit: int | None = None) -> list[Entry]:
-        """Take entries whose rows must go. End each with `free_entries` or `keep_leaving`."""
+        """Take entries whose rows must be removed, and must be passed to `free_entries` or
+        `keep_leaving`."""
         slots = self._leaving[:limit]
         del self._leaving[:limit]
         return [self._entry(slot) for slot in slots]
 
     def keep_leaving(self, entries: Sequence[Entry]) -> None:
-        """Mark entries whose rows must be removed later. Removing the rows failed, or the commit of
-        the entries failed and may have left rows on the disk."""
+        """Mark entries whose rows must be removed later, because the removal failed, or the commit
+        of the entries failed and may have left rows on the disk."""
         for entry in entries:
             self._generations[entry.slot] = entry.generation
             self._leaving.append(entry.slot)
 
     def free_entries(self, entries: Iterable[Entry]) -> None:
-        """Free the slots of entries whose rows are removed: at once, or after their last read."""
+        """Free the slots of entries with removed rows: at once, or after the last read."""
         row_gone, pins, keys = self._row_gone, self._pins, self._keys
         free = []
         for entry in entries:
             slot = entry.slot
             if pins[slot]:
-                row_gone[slot] = 1  # and free when it is unpinned
+                row_gone[slot] = 1  # the slot is free when unpinned
             else:
                 keys[slot] = None
                 free.append(slot)
@@ -249,7 +250,7 @@ class SlotIndex:
         `num_ahead` slots will be free."""
         rows = self.touched_rows(limit) if with_uses else []
         last = self._next_use + len(entries)
-        uses = range(last, self._next_use, -1)  # the head is used last
+        uses = range(last, self._next_use, -1)  # the head has the latest use
         self._next_use = last
         rows += [
             Row(slot, key, generation, use, encoded_bytes)
@@ -259,7 +260,7 @@ class SlotIndex:
         return Commit(rows, self.take_leaving(limit) if rows else [], num_evicted)
 
     def publish(self, entries: Sequence[Entry]) -> None:
-        """Let look-ups find entries, given head first. A durable store's rows are on the disk."""
+        """Let look-ups find entries, given head first. If durable, their rows are on the disk."""
         tail_first = entries[::-1]
         for key, slot, generation, encoded_bytes in tail_first:
             self._slots[key] = slot
@@ -271,7 +272,7 @@ class SlotIndex:
             self._policy.insert(entry.key for entry in tail_first)
 
     def touched_rows(self, limit: int) -> list[Row]:
-        """Up to `limit` rows of blocks whose last use is not yet on the disk, oldest use first."""
+        """Return up to `limit` rows of blocks with last uses not on the disk, oldest first."""
         rows = []
         slots = list(islice(self._unsaved, limit))
         self._unsaved.discard_all(slots)
@@ -294,7 +295,7 @@ class SlotIndex:
         return Row(slot, key, self._generations[slot], use, self._encoded_bytes[slot])
 
     def _victims(self, count: int) -> list[int]:
-        """Up to `count` slots to evict; none of them is being read or held."""
+        """Return up to `count` slots to evict, without slots that are being read or held."""
         if self._holds.times:
             self._holds.expire(time.monotonic())
         if self._policy is None:
@@ -307,7 +308,7 @@ class SlotIndex:
         return not self._pins[self._slots[key]] and key not in self._holds.times
 
     def _leave(self, slots: Sequence[int]) -> None:
-        """Hide the blocks in these slots from look-ups. A slot keeps its key until it is free."""
+        """Hide the blocks in `slots` from look-ups. A slot keeps its key until it is free."""
         keys = [self._keys[slot] or b"" for slot in slots]
         for key in keys:
             del self._slots[key]

@@ -15,12 +15,12 @@ _NOWHERE = 2**32 - 1
 
 
 class SlotList:
-    """An ordered list of some of the slots 0 to `num_slots - 1`, each at most once. The list is a
+    """An ordered list of some of the slots 0 to `num_slots - 1`, without duplicates. The list is a
     linked list in two arrays, which take eight bytes for each slot, listed or not. A change takes
     O(1) for each slot and allocates no memory. Only one thread at a time may use it."""
 
     def __init__(self, num_slots: int) -> None:
-        self._end = num_slots  # stands before the first slot and after the last one
+        self._end = num_slots  # the neighbour before the first and after the last slot
         self._after = array("I", b"\xff" * 4 * (num_slots + 1))
         self._before = array("I", self._after)
         self._after[self._end] = self._before[self._end] = self._end
@@ -36,7 +36,7 @@ class SlotList:
             slot = self._after[slot]
 
     def extend(self, slots: Sequence[int]) -> None:
-        """Append unlisted slots without a Python loop, because there may be a million."""
+        """Append unlisted slots without a Python loop, because a million may be given."""
         end, last = [self._end], [self._before[self._end]]
         scatter(self._after, chain(last, slots), chain(slots, end))
         scatter(self._before, chain(slots, end), chain(last, slots))
@@ -56,7 +56,7 @@ class SlotList:
             after[slot] = end
 
     def discard_all(self, slots: Iterable[int]) -> None:
-        """Remove these slots from the list; ignore slots that are not listed."""
+        """Remove `slots` from the list; ignore slots that are not listed."""
         after, before = self._after, self._before
         for slot in slots:
             behind = after[slot]
@@ -69,14 +69,14 @@ class SlotList:
 
 class FreeSlots:
     """The set of free slots, with one byte for each slot: `FREE` or 0. The lowest free slots are
-    handed out first, so that many are neighbours. `bytearray.find` finds a free slot at the speed
-    of memory: a batch costs one pass over the used slots before it (30 µs for a million slots), and
+    taken first, so that many are neighbours. `bytearray.find` finds a free slot at the speed of
+    memory: a batch costs one pass over the used slots before it (30 µs for a million slots), and
     freeing a slot needs no sorting."""
 
     def __init__(self, flags: bytearray) -> None:
         self.count = flags.count(FREE)
         self._flags = flags
-        self._lowest = 0  # no slot below is free
+        self._lowest = 0  # no lower slot is free
 
     def __contains__(self, slot: int) -> bool:
         return bool(self._flags[slot])
@@ -95,7 +95,7 @@ class FreeSlots:
         return slots
 
     def add_these(self, slots: Sequence[int]) -> None:
-        """Mark these slots, which are in use, as free."""
+        """Mark `slots`, which are in use, as free."""
         if slots:
             deque(map(self._flags.__setitem__, slots, repeat(1)), maxlen=0)
             self._lowest = min(self._lowest, *slots)
