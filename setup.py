@@ -71,7 +71,7 @@ LIBRARIES = {
         Path("tiers", "native"),
         {"bytes.cpp": [], "names.cpp": []},
         (),
-        "digests will be made by xxhash, names of blocks by hashlib",
+        "digests will be made by xxhash, keys of blocks by hashlib",
     ),
 }
 MACHINES = ("x86_64", "amd64")

@@ -30,7 +30,7 @@ The engine must do this:
 - not reuse the blocks of a request that waits for a load before its `LoadReport`, even if the
   request was aborted;
 - pass evicted blocks to `build_meta` in the step that evicts them, before they are overwritten;
-- call `StoresAhead.names_dropped` for blocks that lose their names without being evicted, because
+- call `StoresAhead.names_dropped` for blocks that lose their keys without being evicted, because
   such blocks may be overwritten or invalid.
 This module depends on no scheduler or model: a `RequestView` stands for an engine's request."""
 
@@ -127,8 +127,8 @@ class StoresAhead(ABC):
 
     @abstractmethod
     def names_dropped(self, blocks: Sequence[EvictedBlock]) -> None:
-        """Discard running copies of these blocks. The blocks lost their names without being
-        evicted, and may be overwritten after this call."""
+        """Discard running copies of these blocks. The blocks lost their keys without being evicted,
+        and may be overwritten after this call."""
 
 
 class PromptsElsewhere(ABC):
@@ -156,7 +156,7 @@ class HandOver(ABC):
     def hand_over(self, request_id: str, keys: Sequence[bytes]) -> None:
         """Write these blocks, in the order of the prompt, to the stores that other engines read,
         and keep them there for a while, because another engine is about to load them. `keys` are
-        the pool's names of the blocks, which `build_meta` got before. Requires `wants_all`."""
+        the pool's keys of the blocks, which `build_meta` got before. Requires `wants_all`."""
 
     @abstractmethod
     def take_handed_over(self) -> list[HandedOver]:
@@ -258,12 +258,12 @@ class KVConnectorScheduler(ABC):
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()
     ) -> ConnectorMetadata:
         """Return the copies of this step for the worker side. The engine calls this at the end of
-        `schedule()`, also on empty steps. `cold` blocks keep their names. They are the next blocks
+        `schedule()`, also on empty steps. `cold` blocks keep their keys. They are the next blocks
         to be evicted, in eviction order, or (see `wants_all`) blocks just computed, the tail of a
         sequence before its head. The engine passes a block once, and again only for a hand-over,
         and at most `StoresAhead.num_wanted_ahead` blocks at a time. At an orderly shutdown the
-        engine passes all computed, named blocks as evicted, in eviction order and without a forward
-        pass, so that the tiers keep as many as they have room for; then it calls `shutdown`."""
+        engine passes all computed, cached blocks as evicted, in eviction order and without a
+        forward pass, so that the tiers keep as many as fit; then it calls `shutdown`."""
 
     @abstractmethod
     def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
@@ -282,8 +282,8 @@ class KVConnectorScheduler(ABC):
 
     def invalidate_blocks(self, keys: Sequence[bytes], cause: str) -> None:  # noqa: B027 - see below
         """Drop blocks of one sequence from every tier, because their contents may be wrong, and
-        discard running copies of them, to a tier or to the pool. `keys` are the pool's names, in
-        the order of the sequence. `cause` is one word, by which the counters label these blocks.
+        discard running copies of them, to a tier or to the pool. `keys` are the pool's keys, in the
+        order of the sequence. `cause` is one word, by which the counters label these blocks.
         Optional: by default the blocks stay until they are evicted."""
 
     @abstractmethod

@@ -34,13 +34,13 @@ NO_MATCH = Match(0, MatchKind.NONE)
 
 
 class EvictedBlock(NamedTuple):
-    """A pool block and its name. An evicted block has lost the name in this step, and the step
+    """A pool block and its key. An evicted block has lost the key in this step, and the step
     overwrites the block. Cold, just computed and resident blocks are passed as EvictedBlock too;
-    they keep name and bytes. A block has a page in one cache group or in several consecutive groups
-    (`page_names.pages_of`)."""
+    they keep key and bytes. A block has a page in one cache group or in several consecutive groups
+    (`page_keys.pages_of`)."""
 
     block_id: int  # of its first page; the next ones have the next ids
-    key: bytes  # digest | group u16, the pool's name of the first page
+    key: bytes  # digest | group u16, the pool's key of the first page
     num_pages: int = 1
 
 
@@ -140,7 +140,7 @@ class HandedOver(NamedTuple):
     """The result of one hand-over."""
 
     request_id: str
-    missing: list[bytes]  # the pool's names of blocks that other engines cannot load
+    missing: list[bytes]  # the pool's keys of blocks that other engines cannot load
 
 
 class LoadState(NamedTuple):

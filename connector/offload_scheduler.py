@@ -143,11 +143,11 @@ class OffloadScheduler(KVConnectorScheduler):
             self._lookups.begin_load(offload, block_ids, num_tokens, overlapped=overlapped)
 
     def invalidate_blocks(self, keys: Sequence[bytes], cause: str) -> None:
-        named = [key + shard for key in keys for shard in self._shards]
-        log.warning("%d blocks are forgotten in every tier (%s)", len(named), cause)
-        self._counters.count_dropped(cause, len(named))
-        self._hierarchy.forget_blocks(named)
-        self._loads.spoil(set(named))
+        tier_keys = [key + shard for key in keys for shard in self._shards]
+        log.warning("%d blocks are forgotten in every tier (%s)", len(tier_keys), cause)
+        self._counters.count_dropped(cause, len(tier_keys))
+        self._hierarchy.forget_blocks(tier_keys)
+        self._loads.spoil(set(tier_keys))
 
     def build_meta(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()

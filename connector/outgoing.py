@@ -17,7 +17,7 @@ from ..tiers.hierarchy.hierarchy import StoreTicket
 from .base import StoresAhead
 from .connector_context import ConnectorContext
 from .messages import ConnectorMetadata, CopyJob, EvictedBlock
-from .page_names import GROUP_BYTES, group_of, pages_of
+from .page_keys import GROUP_BYTES, group_of, pages_of
 
 # Limit on one job of cold blocks, because the evicted blocks of a later step queue behind it.
 AHEAD_BYTES = 16 * 1024**2
@@ -30,7 +30,7 @@ ALONG_BYTES = 1024**2
 
 class Outgoing(StoresAhead):
     """The store jobs of one connector, from the choice of slots to the end of the copies. A block
-    of the pool has a part, with its own jobs, on every rank; its name ends with its cache group."""
+    of the pool has a part, with its own jobs, on every rank; its key ends with its cache group."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = context.hierarchy
@@ -63,7 +63,7 @@ class Outgoing(StoresAhead):
             for shard in self._shards:
                 key = pool_key + shard
                 job_id = self._ahead_job_of.get(key)
-                # A copy of another block with the same name stays valid.
+                # A copy of another block with the same key stays valid.
                 if job_id is not None and self._ahead[job_id][key] == block_id:
                     self.overtaken.add(job_id)
                     self._void.setdefault(job_id, set()).add(key)
@@ -129,11 +129,11 @@ class Outgoing(StoresAhead):
         # A pool evicts the tail of a chain first, but the tiers take the head first. Two blocks may
         # have the same key; then their bytes are the same.
         part, shard = self._parts.all[index], self._parts.suffixes[index][GROUP_BYTES:]
-        named = {block.key + shard: block.block_id for block in reversed(blocks)}
-        ticket = self._hierarchy.begin_store(list(named))
+        ids = {block.key + shard: block.block_id for block in reversed(blocks)}
+        ticket = self._hierarchy.begin_store(list(ids))
         self._counters.allocation_failures += bool(ticket.num_refused)
         if not ticket.keys:
             return None
-        job = CopyJob(next(self._job_ids), [named[key] for key in ticket.keys], ticket.slots, part)
+        job = CopyJob(next(self._job_ids), [ids[key] for key in ticket.keys], ticket.slots, part)
         self._tickets[job.job_id] = ticket
         return job

@@ -28,7 +28,7 @@ from ..tiers.block import DIGEST_BYTES, key_suffix
 from ..tiers.hierarchy.hierarchy import Hierarchy
 from ..tiers.hierarchy.prefix_lookup import Prefix
 from .messages import Part
-from .page_names import GROUP_BYTES
+from .page_keys import GROUP_BYTES
 
 # The first position that the token at a position attends to, or any token after it.
 FirstSeen = Callable[[int], int]

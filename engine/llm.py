@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from ..tiers.settings.format import format_value
 from ..tiers.settings.readers import one_of, switch
@@ -33,6 +32,7 @@ from .offline.arguments import (
     check_salt,
     check_switch,
     conversations_in,
+    embeds_extras,
     naming,
     params_for,
     priorities_for,
@@ -46,12 +46,12 @@ from .offline.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOu
 from .offline.prompt_runner import CheckedPrompt, PromptRunner
 from .offline.prompt_session import PromptSession
 from .request.beam_params import BeamSearchParams
-from .request.core_messages import NO_EXTRAS, AddRequest, Ready, RequestExtras, check_priority
+from .request.core_messages import NO_EXTRAS, AddRequest, check_priority
+from .request.pictures import Picture
 from .request.pooling import EMBEDDING_PARAMS, Dimensions, with_pooling
-from .request.prompt_embeds import read_embeds, write_embeds
 from .request.request import pack_token_ids
 from .request.routed_rows import check_routed_start
-from .request.sampling_params import SamplingParams, check_params_for_embeds
+from .request.sampling_params import SamplingParams
 from .sampling.processor_loading import make_params_check
 from .text.bad_words import with_spelt_bad_words
 from .text.output_processor import OutputProcessor, TextOutput, generate_text
@@ -187,7 +187,8 @@ class LLM:
         adapter: str = "",
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several. Returns one output per
-        conversation, in order. Messages are dicts as in /v1/chat/completions.
+        conversation, in order. Messages are dicts as in /v1/chat/completions. If the model reads
+        pictures, a part of a message may be {"type": "image", "image": a PIL image}.
 
         The model's chat template, or `chat_template`, makes the prompt; `chat_template_kwargs` are
         variables for the template. The template shows `tools`, dicts as in /v1/chat/completions, to
@@ -197,8 +198,9 @@ class LLM:
         returned apart from the text, as `reasoning`. All other arguments are as in `generate`."""
         self._check_open()
         check_switch("use_tqdm", use_tqdm)
-        from .api.openai.request.conversation import ChatOptions, ConversationRenderer
+        from .api.openai.request.conversation import ChatOptions
         from .api.openai.response.tools import template_tools_of
+        from .offline.chat_prompts import ChatPrompts
 
         conversations = conversations_in(messages)
         params = params_for(len(conversations), sampling_params, "conversations")
@@ -207,22 +209,22 @@ class LLM:
         goes_on = continue_final_message
         options = ChatOptions(add_generation_prompt, goes_on, chat_template_kwargs)
         shown = template_tools_of(tools)
-        renderer = ConversationRenderer(self.config.model.path, tokenizer, chat_template)
+        prompts = ChatPrompts(self.config.model.path, tokenizer, chat_template)
         checked = []
         for index, (conversation, own) in enumerate(zip(conversations, params, strict=True)):
             with naming(f"conversation {index}"):
-                text = self._loop.run(renderer.render(conversation, options, shown))
-                # The template has written the special tokens already.
-                ids = tokenizer.encode(text, add_special_tokens=False, max_tokens=longest)
+                prompt = self._loop.run(prompts.make_prompt(conversation, options, shown, longest))
                 request = self.make_request(
-                    ids,
+                    prompt.token_ids,
                     own,
                     cache_salt,
                     priorities[index],
                     splits_thoughts=True,
                     adapter=adapter,
+                    pictures=prompt.pictures,
                 )
-            is_inside = None if self.marks is None else self.marks.is_open(text, goes_on=goes_on)
+            text, marks = prompt.text, self.marks
+            is_inside = None if marks is None else marks.is_open(text, goes_on=goes_on)
             checked.append(CheckedPrompt(request, text, is_inside))
         return self._run(checked, use_tqdm)
 
@@ -388,6 +390,7 @@ class LLM:
         *,
         splits_thoughts: bool = False,
         adapter: str = "",
+        pictures: Sequence[Picture] = (),
     ) -> AddRequest:
         """Check a prompt, and make a request with a new id. Raises ValueError for invalid input."""
         self._check_open()
@@ -399,7 +402,7 @@ class LLM:
         longest = ready.max_model_len - 1
         extras = None
         if isinstance(prompt, np.ndarray) and (prompt.ndim != 1 or prompt.dtype.kind == "f"):
-            extras = _embeds_extras(prompt, params, ready, longest)
+            extras = embeds_extras(prompt, params, ready, longest)
             ids: Sequence[int] = [0] * len(prompt)
         elif isinstance(prompt, str):
             ids = self._need_tokenizer().encode(prompt, max_tokens=longest)
@@ -427,8 +430,10 @@ class LLM:
         name = f"llm-{next(self._ids)}"
         check_priority(priority, ready.takes_priority)
         check_routed_start(params.routed_experts_prompt_start, ready.tells_experts)
-        if adapter:
-            extras = msgspec.structs.replace(extras or NO_EXTRAS, adapter=adapter)
+        if adapter or pictures:
+            extras = msgspec.structs.replace(
+                extras or NO_EXTRAS, adapter=adapter, pictures=list(pictures)
+            )
         return AddRequest(
             name, packed, params, cache_salt=cache_salt, priority=priority, extras=extras
         )
@@ -478,17 +483,6 @@ class LLM:
                 "this LLM belongs to the process that this one was forked from, and its threads "
                 "are there; make an LLM in this process, or ask that one"
             )
-
-
-def _embeds_extras(
-    prompt: npt.NDArray[Any], params: SamplingParams, ready: Ready, longest: int
-) -> RequestExtras:
-    """Check a prompt of embeddings with the engine core's own checks, and pack it into the
-    request's extras. Raises ValueError."""
-    check_params_for_embeds(params)
-    data = write_embeds(prompt)
-    read_embeds(data, ready.hidden_size, longest, ready.largest_embedding)
-    return RequestExtras(prompt_embeds=data)
 
 
 async def _in_process_client(core: EngineCore) -> EngineClient:

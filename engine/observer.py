@@ -66,8 +66,8 @@ class StepSnapshot(NamedTuple):
     step_id: int
     num_running: int
     num_waiting: int  # including requests with loads under way
-    num_free_blocks: int  # in the pool, including named ones
-    num_cached_blocks: int  # in the pool, named
+    num_free_blocks: int  # in the pool, including cached ones
+    num_cached_blocks: int  # in the pool, with a key
     num_blocks: int  # of the pool
     pins: Pinned | None = None  # None: this engine pins no turns
 
@@ -100,13 +100,13 @@ class Observer:
 
     def named(self, request: Request, group: int, first: int, block_ids: Sequence[int]) -> None:
         """Report blocks that prefix lookups can find from now on. `block_ids[i]` is block `first +
-        i` of the request in cache group `group`, and its name is `request.block_hashes[first + i]`.
-        The parent of a block is the previous hash; the tokens are in `request.all_token_ids`. If
-        the step that computes the blocks fails, a call of `unnamed` follows."""
+        i` of the request in cache group `group`, and its digest is `request.block_hashes[first +
+        i]`. The parent of a block is the previous hash; the tokens are in `request.all_token_ids`.
+        If the step that computes the blocks fails, a call of `unnamed` follows."""
 
     def unnamed(self, keys: Sequence[bytes]) -> None:
-        """Report names that no block of the pool has any more. A name is the hash (32 bytes) and
-        the cache group (u16, little-endian)."""
+        """Report keys that no block of the pool has any more. A key is the hash (32 bytes) and the
+        cache group (u16, little-endian)."""
 
     def snapshot(self, snapshot: StepSnapshot) -> None:
         """Report the engine's state before a step is scheduled. All reports until the call of
@@ -125,7 +125,7 @@ class GuardedObservers(Observer):
         self._find_hearers()
 
     @property
-    def hears_names(self) -> bool:
+    def hears_keys(self) -> bool:
         """Whether an observer overrides `named` or `unnamed`."""
         return bool(self._named or self._unnamed)
 

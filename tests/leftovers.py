@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from stratakv.connector.base import NullConnectorWorker
-from stratakv.connector.page_names import pages_of
+from stratakv.connector.page_keys import pages_of
 from stratakv.engine.config.speculative_config import DRAFT_MODEL, EAGLE
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.executor import InProcessExecutor
@@ -24,7 +24,7 @@ from stratakv.tiers.base import Answer, SlabTier
 
 from .stepping import PAUSE_SECONDS, WAIT_SECONDS
 
-# What follows the pool's name of a block in a key: shard 0 of 1.
+# What follows the pool's key of a block in a tier's key: shard 0 of 1.
 SHARD = bytes([0, 0, 1, 0, 0, 0])
 
 
@@ -113,13 +113,13 @@ def check_ended(scheduler: Scheduler, side: Any) -> None:
     assert manager.pool.is_idle
     assert manager._tables == {}
     if (kept := manager.states) is not None:
-        assert not (kept._hits or kept._loads or kept._unnamed or kept._newest)
-    named = {block for block in manager.pool.blocks if block.block_hash is not None}
-    for key, found in manager.pool._named.items():
+        assert not (kept._hits or kept._loads or kept._uncached or kept._newest)
+    cached = {block for block in manager.pool.blocks if block.block_hash is not None}
+    for key, found in manager.pool._cached.items():
         blocks = set(found.values()) if isinstance(found, dict) else {found}
-        assert all(block.block_hash == key for block in blocks), "a name is left of a block"
-        named -= blocks
-    assert not named, "a block has a name that nothing finds"
+        assert all(block.block_hash == key for block in blocks), "a key is left of a block"
+        cached -= blocks
+    assert not cached, "a block has a key that nothing finds"
     assert not (manager.pool._pins or manager.pool.num_reclaimable)
     assert not (manager.shared_tails.families or manager.shared_tails.sources)
     assert not (len(states.kept) or states.num_forking)
@@ -145,8 +145,8 @@ def check_bytes(core: EngineCore, slab: SlabTier, pool: np.ndarray[Any, Any]) ->
     draft model may have zeros in one place, where an answer was left for a while. An EAGLE head's
     part is not compared where a fault of the model has made it no number."""
     num_layers = slab.layout.num_layers
-    for block_id, name, _ in pages_of(core.scheduler.manager.pool.resident()):
-        key = name + SHARD
+    for block_id, page_key, _ in pages_of(core.scheduler.manager.pool.resident()):
+        key = page_key + SHARD
         if slab.lookup([key]) != [Answer.HIT]:
             continue
         [slot] = slab.pin([key], touch=False)

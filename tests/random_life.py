@@ -215,7 +215,7 @@ class Life:
         """After the shutdown: every request has ended once, every step came back once, and nobody
         was told a token that does not count."""
         core = self.core
-        self._recorder.check_names(core.scheduler)
+        self._recorder.check_keys(core.scheduler)
         self._recorder.check_all_ended(core.scheduler)
         assert len(set(self._landed)) == len(self._landed), "a step came back twice"
         made = {step.step_id for step in self._recorder.steps}
@@ -351,7 +351,7 @@ class Life:
             self._driver.turn()
             if rng.random() < 0.2:
                 check_references(self.core)
-                self._recorder.check_names(self.core.scheduler)
+                self._recorder.check_keys(self.core.scheduler)
         self._driver.run(
             lambda: not self.core.steps.in_flight
         )  # what they say is told the worker next

@@ -12,11 +12,11 @@ from stratakv.engine.scheduler.scheduler import Scheduler
 
 
 class Recorder(Observer):
-    """Names of the pool, each request's story, and every step."""
+    """Keys of the pool, each request's story, and every step."""
 
     def __init__(self, block_size: int = 4) -> None:
         self._block_size = block_size
-        self.names: dict[bytes, tuple[int, ...]] = {}  # key -> all tokens up to the block's end
+        self.cached: dict[bytes, tuple[int, ...]] = {}  # key -> all tokens up to the block's end
         # By request, since an id may come back; the request is kept, so that its number is its own.
         self.stories: dict[int, list[Decision]] = {}
         self.reused: Counter[str] = Counter()
@@ -36,11 +36,11 @@ class Recorder(Observer):
         for index in range(first, first + len(block_ids)):
             key = request.block_hashes[index] + group.to_bytes(2, "little")
             tokens = request.all_token_ids[: (index + 1) * self._block_size]
-            self.names[key] = tuple(tokens.tolist())
+            self.cached[key] = tuple(tokens.tolist())
 
     def unnamed(self, keys: Sequence[bytes]) -> None:
         for key in keys:
-            del self.names[key]
+            del self.cached[key]
 
     def snapshot(self, snapshot: StepSnapshot) -> None:
         self.steps.append(snapshot)
@@ -49,9 +49,9 @@ class Recorder(Observer):
         assert self.steps[-1].step_id == made.step_id
         self.num_tokens += sum(made.num_tokens.values())
 
-    def check_names(self, scheduler: Scheduler) -> None:
-        """The pool's names, at any moment."""
-        assert self.names.keys() == set(scheduler.manager.pool.list_names())
+    def check_keys(self, scheduler: Scheduler) -> None:
+        """The pool's keys, at any moment."""
+        assert self.cached.keys() == set(scheduler.manager.pool.list_keys())
 
     def check_all_ended(self, scheduler: Scheduler) -> None:
         """Every request has ended once, every step was made once, and the engine's counts agree."""

@@ -65,6 +65,7 @@ LEFT: Mapping[tuple[str, str], str] = {
     ("docs/life-of-a-step.md", " admission "): "a picture",
     ("docs/pictures.md", "stratakv serve HuggingFaceTB"): "needs the Hub",
     ("docs/pictures.md", "import base64"): "run by tests/engine/api/test_pictures.py",
+    ("docs/pictures.md", "from PIL"): "run by tests/engine/test_llm_pictures.py",
     ("docs/step-trace.md", "cmpl-5a1f: "): "compared by tests/engine/trace/test_commands.py",
     ("docs/tiers.md", "PATH/lock "): "a picture of the files",
     ("docs/tiers.md", "offload: prefill "): "compared by tests/test_readme.py",

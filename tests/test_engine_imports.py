@@ -38,7 +38,7 @@ ENGINE_ROOMS: dict[str, str] = {
     "client": "config core request",
     "text": "client models request",
     "api": "client config json_schemas models pictures request text",
-    "offline": "api client config request text",
+    "offline": "api client config models pictures request text",
     "router": "api logs",
     "llm": "api client config core logs models offline request sampling text",
     "cli": (

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two models of one architecture share a cache server: neither goes on with what the other one
-computed, also where the names of blocks do not say of which model they are."""
+computed, also where the keys of blocks do not say of which model they are."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block: its name (the key) and the layout of its bytes.
+"""The block: its key and the layout of its bytes.
 
 Keys and layouts are part of the ABI in `docs/abi.md`. The golden vectors of
 `tests/tiers/test_block.py` detect any change to them.

@@ -3,7 +3,7 @@
 the block. An engine that loads the block checks the tag.
 
     digest   xxh3-128(payload)                                   identifies the bytes
-    tag      xxh3-128(name ‖ digest)                             binds the bytes to the block's name
+    tag      xxh3-128(name ‖ digest)                             binds the bytes to the block's key
     tag      HMAC-SHA256(tag key, name ‖ payload)[:16]           the same, with a tag key
     name     "STRKVTAG" ‖ layout id (16) ‖ payload bytes u64 ‖ key (40)
 
@@ -69,7 +69,7 @@ class Tagger:
         return self._keyed is not None
 
     def join_names(self, keys: Sequence[bytes]) -> bytes:
-        """The names of blocks, joined without separators. All names have the same length."""
+        """The names in the tags of blocks, joined without separators. All have the same length."""
         head = self._name_head
         return b"".join([head + key for key in keys])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench core`: how fast the engine names blocks, allocates them and schedules steps.
+"""`stratakv bench core`: how fast the engine hashes blocks, allocates them and schedules steps.
 
 No model is computed. The real block hasher, cache manager and scheduler run, and the worker's
 answers are made up; or the whole engine runs beside a simulated device that only takes time

@@ -71,9 +71,9 @@ def hash_cases(num_tokens: int) -> list[Case]:
 
     def hashing(digests_of: Callable[[], list[bytes]]) -> Callable[[], None]:
         def work() -> None:
-            named = len(digests_of())
-            if named != count:
-                raise WrongWork(f"{named} of {count} blocks were named")
+            hashed = len(digests_of())
+            if hashed != count:
+                raise WrongWork(f"{hashed} of {count} blocks were hashed")
 
         return work
 

@@ -73,7 +73,7 @@ def device_cases(engines: Mapping[str, DeviceSteps]) -> list[Case]:
 
 
 TITLES: Mapping[str, str] = {
-    "hash": "name blocks: SHA-256, int32 ids (ours)",
+    "hash": "hash blocks: SHA-256, int32 ids (ours)",
     "hash_pickle_sha256": "  SHA-256 of pickled tuples",
     "hash_sha256_cbor": "  SHA-256 of CBOR (ours, for routers)",
     "sha256_alone": "  limit: SHA-256 of all bytes at once",
@@ -112,7 +112,7 @@ STEP_OVER_DEVICE: Mapping[str, str] = {
 }
 LIMIT = "sha256_alone"
 _PANELS = (
-    ("tokens/s", "naming blocks"),
+    ("tokens/s", "hashing blocks"),
     ("cycles/s", "requests"),
     ("look-ups/s", "prefix look-ups"),
     ("steps/s", "steps"),

@@ -92,9 +92,9 @@ class Bench:
         request = self._request("peer_hash", self._tokens(self._random(), count), None)
 
         def work(units: int) -> None:
-            named = len(self.hasher(request))
-            if (named * self.size, units) != (count, count):
-                raise WrongWork(f"{named} blocks were named of {units} tokens")
+            hashed = len(self.hasher(request))
+            if (hashed * self.size, units) != (count, count):
+                raise WrongWork(f"{hashed} blocks were hashed of {units} tokens")
 
         return work
 

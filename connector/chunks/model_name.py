@@ -69,7 +69,7 @@ def warn_of_unseen(host: str, model: HostModel, name: ModelName, revision: str |
     """Warn if only the host's name, and no digest or `revision`, identifies the model."""
     if name.unseen and not revision:
         log.warning(
-            "StrataKV below %s names the blocks of %s by that name, not by its bytes: %s. Set "
+            "StrataKV below %s finds the blocks of %s by that name, not by its bytes: %s. Set "
             "`revision`, to another text whenever the weights change, or blocks of other weights "
             "are taken for these",
             host,

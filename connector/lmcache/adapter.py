@@ -229,25 +229,25 @@ class StrataL2Adapter(L2AdapterInterface):
     ) -> None:
         task.parts = len(places) + 1
         for shelf, indices in places.items():
-            names = [
+            tier_keys = [
                 shelf.keys.derive_chunk_key(keys[i], str(models[keys[i].model_name]))
                 for i in indices
             ]
-            shelf.when_open(partial(self._hand_over, task, indices, names))
+            shelf.when_open(partial(self._hand_over, task, indices, tier_keys))
         self._part_ended(task)
 
     def _hand_over(
-        self, task: _Task, indices: Sequence[int], names: list[bytes], tiers: ChunkTiers | None
+        self, task: _Task, indices: Sequence[int], tier_keys: list[bytes], tiers: ChunkTiers | None
     ) -> None:
         if tiers is None:
             self._part_ended(task)
             return
         try:
             if task.kind == LOOKUP:
-                future = tiers.lookup(names)
+                future = tiers.lookup(tier_keys)
             else:
                 call = tiers.store if task.kind == STORE else tiers.load
-                future = call(names, [[task.objects[i].byte_array] for i in indices])
+                future = call(tier_keys, [[task.objects[i].byte_array] for i in indices])
         except Exception:
             log.exception("a %s of LMCache's could not be begun", task.kind)
             self._part_ended(task)

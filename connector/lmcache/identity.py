@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key of a chunk of LMCache, made from LMCache's name of the chunk and from everything else
-that determines its bytes.
+"""The key of a chunk of LMCache, made from LMCache's key of the chunk and from everything else that
+determines its bytes.
 
     root    = SHA-256( canonical CBOR of the fields of ChunkIdentity )
     digest  = SHA-256( root | canonical CBOR of [hash, model, kv rank, object group, cache salt] )
     key     = digest | group 0 | shard 0 of 1                               (40 bytes, docs/abi.md)
 
 If the model's files are on this machine, `model` is a digest of them (model_names.py). LMCache's kv
-rank holds world size and rank, and its hash covers token ids. LMCache's name of a chunk lacks
-shapes and dtypes, so they are in the root, and each root has tiers of its own."""
+rank holds world size and rank, and its hash covers token ids. LMCache's key of a chunk lacks shapes
+and dtypes, so they are in the root, and each root has tiers of its own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkIdentity:
-    """The values besides LMCache's names that two servers must agree on to share chunks."""
+    """The values besides LMCache's keys that two servers must agree on to share chunks."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
@@ -92,7 +92,7 @@ class ChunkKeys:
 
     def derive_chunk_key(self, key: Any, model: str) -> bytes:
         """The 40-byte key of a chunk. `model` is the model's name (model_names.py)."""
-        name = [key.chunk_hash, model, key.kv_rank, key.object_group_id, key.cache_salt]
+        fields = [key.chunk_hash, model, key.kv_rank, key.object_group_id, key.cache_salt]
         hasher = self._root.copy()
-        hasher.update(cbor2.dumps(name, canonical=True))
+        hasher.update(cbor2.dumps(fields, canonical=True))
         return hasher.digest() + _SUFFIX

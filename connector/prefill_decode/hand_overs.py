@@ -50,11 +50,11 @@ class HandOvers(HandOver):
 
     def hand_over(self, request_id: str, keys: Sequence[bytes]) -> None:
         give_up_at = time.monotonic() + MOST_SECONDS
-        named = [key + shard for key in keys for shard in self._shards]
-        hand_over = _HandOver(request_id, named, give_up_at)
+        tier_keys = [key + shard for key in keys for shard in self._shards]
+        hand_over = _HandOver(request_id, tier_keys, give_up_at)
         self.forget_hand_over(request_id)  # an earlier request with the same id
         self.moving.append(hand_over)
-        self._hierarchy.shared(named, write=True)
+        self._hierarchy.shared(tier_keys, write=True)
         self._alarm.at(give_up_at)
         self._look_at(hand_over)
 
@@ -108,5 +108,5 @@ class HandOvers(HandOver):
             return  # given up, or forgotten
         self.moving.remove(hand_over)
         end = -len(self._shards[0])
-        names = dict.fromkeys(key[:end] for key in missing)  # a block is lost if one rank's part is
-        self.ended.append(HandedOver(hand_over.request_id, list(names)))
+        lost = dict.fromkeys(key[:end] for key in missing)  # a block is lost if one rank's part is
+        self.ended.append(HandedOver(hand_over.request_id, list(lost)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key of a page of SGLang, made from SGLang's name of the page and from everything else that
+"""The key of a page of SGLang, made from SGLang's hash of the page and from everything else that
 determines its bytes.
 
     root    = SHA-256( canonical CBOR of the fields of PageIdentity )
@@ -35,7 +35,7 @@ MAX_KEY_CHARACTERS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageIdentity:
-    """The values, in addition to SGLang's names, that two engines must agree on to share pages."""
+    """The values, in addition to SGLang's hashes, that two engines must agree on to share pages."""
 
     model: str  # a digest of its files, or SGLang's name (host_model.py)
     settings: str  # digest of SGLang's arguments that change numbers; may be empty
@@ -129,9 +129,9 @@ class PageKeys:
         self._root = hashlib.sha256(root)
 
     def derive_page_key(self, key: str) -> bytes:
-        """The 40-byte key of a page. Raises ValueError if `key` cannot be the name of a page."""
+        """The 40-byte key of a page. Raises ValueError if `key` cannot be the hash of a page."""
         if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY_CHARACTERS:
-            raise ValueError(f"a page of SGLang has a name of 1 to {MAX_KEY_CHARACTERS} characters")
+            raise ValueError(f"a page of SGLang has a hash of 1 to {MAX_KEY_CHARACTERS} characters")
         hasher = self._root.copy()
         hasher.update(key.encode())
         return hasher.digest() + _SUFFIX

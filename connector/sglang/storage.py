@@ -114,7 +114,7 @@ class StrataHiCacheStorage(HiCacheStorage):
         tiers = self._tiers
         if tiers is None or not keys:
             return 0
-        found = _wait(tiers.lookup(self._names(keys)), tiers.limits.lookup_seconds)
+        found = _wait(tiers.lookup(self._tier_keys(keys)), tiers.limits.lookup_seconds)
         return found.index(False) if False in found else len(found)
 
     def exists(self, key: str) -> bool:
@@ -177,7 +177,7 @@ class StrataHiCacheStorage(HiCacheStorage):
         if tiers is not None:
             tiers.close(self._settings.shutdown_seconds)
 
-    def _names(self, keys: Sequence[str]) -> list[bytes]:
+    def _tier_keys(self, keys: Sequence[str]) -> list[bytes]:
         return [self._keys.derive_page_key(key) for key in keys]
 
     def _transfer_pages(
@@ -187,8 +187,8 @@ class StrataHiCacheStorage(HiCacheStorage):
         if tiers is None or not keys:
             return [False] * len(keys)
         if what == "load":
-            return _wait(tiers.load(self._names(keys), pages), tiers.limits.read_seconds)
-        return _wait(tiers.store(self._names(keys), pages), tiers.limits.store_seconds)
+            return _wait(tiers.load(self._tier_keys(keys), pages), tiers.limits.read_seconds)
+        return _wait(tiers.store(self._tier_keys(keys), pages), tiers.limits.store_seconds)
 
     def _places(self, keys: Sequence[str], host_indices: Any) -> list[list[memoryview]]:
         if self._tiers is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key of a chunk of vLLM, made from vLLM's name and everything else that determines its bytes.
+"""The key of a chunk of vLLM, made from vLLM's hash and everything else that determines its bytes.
 
     root    = SHA-256( canonical CBOR of the fields of ChunkIdentity )
     digest  = SHA-256( root | vLLM's block hash )

@@ -75,7 +75,7 @@ class StrataTier(SecondaryTierManager):
         self._meter = PrefillMeter(self._tiers.prefill)
         self._metrics = metrics.TierMetrics(self._tiers)
         self._jobs: dict[int, tuple[bool, dict[bytes, bytes]]] = {}  # is a load, our key → vLLM's
-        self._has_checked_names = False
+        self._has_checked_seed = False
         self._process_id = os.getpid()
         atexit.register(self.shutdown)
 
@@ -84,32 +84,32 @@ class StrataTier(SecondaryTierManager):
         transfers = self._tiers.transfers
         if transfers.is_broken:
             return LookupResult.MISS
-        if not self._has_checked_names:
-            self._check_names()
+        if not self._has_checked_seed:
+            self._check_seed()
         with transfers.lock:
             return _RESULTS[self._tiers.lookups.find_chunk(key, req_context)]
 
     def submit_load(self, job_metadata: Any) -> None:
-        names = self._register_job(job_metadata, is_load=True)
+        tier_keys = self._register_job(job_metadata, is_load=True)
         with self._tiers.transfers.lock:
-            self._tiers.lookups.loading(list(names), job_metadata.req_context)
-        self._tiers.transfers.load(job_metadata.job_id, list(names), job_metadata.chunk_ids)
+            self._tiers.lookups.loading(list(tier_keys), job_metadata.req_context)
+        self._tiers.transfers.load(job_metadata.job_id, list(tier_keys), job_metadata.chunk_ids)
 
     def submit_store(self, job_metadata: Any) -> None:
-        names = self._register_job(job_metadata, is_load=False)
+        tier_keys = self._register_job(job_metadata, is_load=False)
         context = job_metadata.req_context
         positions = versions.key_positions(context)
         ends = [positions[key] for key in job_metadata.keys if key in positions]
         self._meter.measure_stored(context.req_id, ends, self._chunk_tokens)
         with self._tiers.transfers.lock:
-            self._tiers.lookups.clear_failures(list(names))
-        self._tiers.transfers.store(job_metadata.job_id, list(names), job_metadata.chunk_ids)
+            self._tiers.lookups.clear_failures(list(tier_keys))
+        self._tiers.transfers.store(job_metadata.job_id, list(tier_keys), job_metadata.chunk_ids)
 
     def get_finished_jobs(self) -> Iterable[Any]:
         results = []
         for ended in self._tiers.transfers.take_ended():
-            is_load, names = self._jobs.pop(ended.job_id)
-            loaded = [host for key, host in names.items() if key not in ended.missing]
+            is_load, tier_keys = self._jobs.pop(ended.job_id)
+            loaded = [host for key, host in tier_keys.items() if key not in ended.missing]
             results.append(
                 versions.job_result(
                     ended.job_id,
@@ -165,15 +165,15 @@ class StrataTier(SecondaryTierManager):
         """Register a job. Return vLLM's keys by StrataKV's keys, in the job's order."""
         lookups = self._tiers.lookups
         with self._tiers.transfers.lock:
-            names = {lookups.key_of(key, job.req_context): key for key in job.keys}
-        self._jobs[job.job_id] = is_load, names
-        return names
+            tier_keys = {lookups.key_of(key, job.req_context): key for key in job.keys}
+        self._jobs[job.job_id] = is_load, tier_keys
+        return tier_keys
 
-    def _check_names(self) -> None:
-        self._has_checked_names = True
+    def _check_seed(self) -> None:
+        self._has_checked_seed = True
         if versions.hash_seed_is_random():
             log.warning(
-                "vLLM names blocks with a random seed, so that they are not found again after a "
+                "vLLM hashes blocks with a random seed, so that they are not found again after a "
                 "restart, or from another engine; use --prefix-caching-hash-algo sha256, or set "
                 "PYTHONHASHSEED to the same number everywhere"
             )

@@ -94,7 +94,7 @@ def hit_sources(num_near: int, num_tokens: int, tiers: Sequence[str]) -> dict[An
 
 
 def hash_seed_is_random() -> bool:
-    """Whether vLLM hashes blocks with a random seed, so that names differ between processes."""
+    """Whether vLLM hashes blocks with a random seed, so that keys differ between processes."""
     import os
 
     from vllm.v1.core import kv_cache_utils

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..models.spec.spec_parser import load_model_spec
-from ..models.vision.vision_spec import VisionSpec
-from ..pictures.grid_processor import load_grid_processor
 from ..pictures.picture_decoding import decode_picture
 from ..pictures.picture_errors import PicturePoolFull
 from ..pictures.picture_pool import PicturePool
-from ..pictures.picture_processor import PictureProcessor, ProcessedPicture
 from ..pictures.picture_sources import PictureSources
-from ..pictures.tile_processor import load_tile_processor
+from ..pictures.processors.known_processors import load_processor
+from ..pictures.processors.picture_processor import PictureProcessor, ProcessedPicture
 from .api_errors import ENGINE, ApiError
 from .api_settings import ApiSettings
 from .openai.message_parts import picture_urls
@@ -76,10 +74,3 @@ class PictureReader:
         except ValueError as error:  # PictureError too
             message = f"the picture `{place}` cannot be read: {error}"
             raise ApiError(message, param=place, code="invalid_picture") from None
-
-
-def load_processor(path: Path, spec: VisionSpec) -> PictureProcessor:
-    """Read the processor of the model under `path`. Raises ConfigError with file and key for
-    settings that are not supported."""
-    load = load_tile_processor if spec.kind == "tiles" else load_grid_processor
-    return load(path, spec)

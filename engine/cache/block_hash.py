@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block hasher: computes the names of a request's full blocks as its tokens arrive.
+"""The block hasher: computes the digests of a request's full blocks as its tokens arrive.
 
 `tiers/block.py` computes the digests; this module decides which tokens and which extras of a
 request (salt, adapter, embeddings) go into the digest of each block."""
@@ -43,7 +43,7 @@ def _sha256_hasher(root: bytes, block_size: int) -> BlockHasher:
         if end <= first:
             return []
         extras = _encoded_extras(request, first, end, block_size)
-        # Names depend on the byte order, so it is fixed; on little-endian hosts this makes no copy.
+        # Digests depend on the byte order, which is fixed; no copy is made on little-endian hosts.
         tokens = request.all_token_ids[first * block_size : end * block_size]
         raw = tokens.astype("<i4", copy=False).data.cast("B")
         return chain_digests(known[-1] if known else root, raw, block_size, extras)
@@ -62,7 +62,7 @@ def _sha256_hasher(root: bytes, block_size: int) -> BlockHasher:
 
 
 def _tail_digest(num_tokens: int, digest: bytes) -> bytes:
-    """Return the name of a partial block, which differs from the names of full blocks and of
+    """Return the digest of a partial block, which differs from digests of full blocks and of
     partial blocks with another number of tokens."""
     return hashlib.sha256(_TAIL + num_tokens.to_bytes(4, "little") + digest).digest()
 

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block pool: tracks free and held blocks, and finds cached blocks by name.
+"""The block pool: tracks free and held blocks, and finds cached blocks by key.
 
 One pool serves all cache groups. A block has one page, or one page for each of several groups with
-the same kind of attention (`group_spec.pages_per_block`). A block is held, named and reused as a
-whole, so its pages are always in the same state. Other modules count and name pages
-(`connector/page_names.py`).
+the same kind of attention (`group_spec.pages_per_block`). A block is held, cached and reused as a
+whole, so its pages are always in the same state. Other modules count pages and have keys of pages
+(`connector/page_keys.py`).
 
 A block is in one of these states:
 
-    free, unnamed in the queue, with worthless bytes
-    free, named in the queue, found by prefix lookups; its reuse is an eviction
-    held              `ref_cnt` > 0, not in the queue, named once it is full
+    free, uncached    in the queue, with worthless bytes
+    free, cached      in the queue, found by prefix lookups; its reuse is an eviction
+    held              `ref_cnt` > 0, not in the queue, cached once it is full
 
-A full block gets its name when it is allocated, before the step that writes it has run. The block
+A full block is cached when it is allocated, before the step that writes it has run. The block
 counts as not computed until `commit_step`:
 
 - Other requests of the same step may hit it, because each layer writes the K and V of the whole
@@ -20,18 +20,18 @@ counts as not computed until `commit_step`:
   fail together (see below).
 - A request that then loads other blocks may not hit it, since this step may still fail;
   `all_computed` checks this.
-- If it is reused before the commit, it loses its name and is not reported as evicted. Unwritten
-  data therefore never reaches a tier.
-- After a failed step, `drop_uncomputed` removes the names that this step and all later steps gave;
-  the later steps may have read its blocks.
+- If it is reused before the commit, it loses its key and is not reported as evicted. Unwritten data
+  therefore never reaches a tier.
+- After a failed step, `drop_uncomputed` uncaches the blocks that this step and all later steps
+  cached; the later steps may have read its blocks.
 
-`tell_dropped` sets a function that is called at once when a block loses its name other than by
-eviction. The next step may overwrite the block, so a pending copy of it must be dropped.
+`tell_dropped` sets a function that is called at once when a block is uncached without being
+evicted. The next step may overwrite the block, so a pending copy of it must be dropped.
 
-Step ids only grow. A block belongs to the step that was current (`begin_step`) when the block got
-its name. Blocks from a finished load count as computed at once.
+Step ids only grow. A block belongs to the step that was current (`begin_step`) when the block was
+cached. Blocks from a finished load count as computed at once.
 
-Several blocks may have the same name: block tables only grow at their end, so a request that
+Several blocks may have the same key: block tables only grow at their end, so a request that
 computes the same tokens as another request keeps its own copy."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from functools import partial
 from itertools import takewhile
 
 from ...connector.messages import EvictedBlock
-from ...connector.page_names import block_keys, group_suffix, page_keys
+from ...connector.page_keys import block_keys, group_suffix, page_keys
 from ..observer import Observer
 from .cold_blocks import ColdBlocks
 from .kv_block import FreeBlockQueue, KVCacheBlock
@@ -53,7 +53,7 @@ _evicted_block = partial(tuple.__new__, EvictedBlock)
 
 
 class BlockPool:
-    """A pool of `num_blocks` pages. Page 0 is the null block, which is never allocated or named.
+    """A pool of `num_blocks` pages. Page 0 is the null block, which is never allocated or cached.
     Called by one thread. No method blocks."""
 
     def __init__(self, num_blocks: int, enable_caching: bool = True, width: int = 1) -> None:
@@ -76,8 +76,8 @@ class BlockPool:
         self.num_evicted = 0
         self.residency = Residency(self.blocks[1:])
         # Nearly every key has one block; a dict is made only for several blocks.
-        self._named: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
-        # The step that writes each block, in the order of naming, which is the order of the steps.
+        self._cached: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
+        # The step that writes each block, in the order of caching, which is the order of the steps.
         self._uncomputed: dict[KVCacheBlock, int] = {}
         self._step_id = 0
         self._evicted: list[tuple[int, bytes, int]] = []
@@ -93,7 +93,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be allocated, including the pages of named free blocks."""
+        """Pages that can be allocated, including the pages of cached free blocks."""
         return self.free_queue.num_free * self.width
 
     @property
@@ -107,7 +107,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        return len(self._named) * self.width
+        return len(self._cached) * self.width
 
     @property
     def usage(self) -> float:
@@ -133,11 +133,11 @@ class BlockPool:
         return tuple(prefix)
 
     def has(self, key: bytes) -> bool:
-        return key in self._named
+        return key in self._cached
 
-    def named(self, key: bytes) -> KVCacheBlock:
-        """Return a block with this name; raises KeyError if there is none."""
-        found = self._named[key]
+    def cached_block(self, key: bytes) -> KVCacheBlock:
+        """Return a block with this key; raises KeyError if there is none."""
+        found = self._cached[key]
         return next(iter(found.values())) if isinstance(found, dict) else found
 
     def all_computed(self, blocks: Iterable[KVCacheBlock]) -> bool:
@@ -150,7 +150,7 @@ class BlockPool:
         return self._uncomputed.get(block) == self._step_id
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Add one holder to each block. Free blocks leave the queue and keep their names."""
+        """Add one holder to each block. Free blocks leave the queue and keep their keys."""
         if self._pins:
             self._count_touched(blocks)
         self._cold.num_unseen += self.free_queue.hold_n(blocks)
@@ -158,11 +158,11 @@ class BlockPool:
 
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
         """Allocate `count` blocks from the front of the free queue: all, or none (RuntimeError).
-        They lose their names; `take_evicted` returns those that were named and computed."""
+        They lose their keys; `take_evicted` returns those that were cached and computed."""
         blocks = self.free_queue.popleft_n(count)
         self._cold.num_unseen += count
         self.residency.taken(blocks)
-        named, uncomputed, evicted = self._named, self._uncomputed, self._evicted
+        cached, uncomputed, evicted = self._cached, self._uncomputed, self._evicted
         was_late, width = False, self.width
         gone: list[bytes] | None = None if self.observer is None else []
         for block in blocks:
@@ -170,7 +170,7 @@ class BlockPool:
             key = block.block_hash
             if key is None:
                 continue
-            found = named.pop(key)
+            found = cached.pop(key)
             if found is not block:
                 self._keep_others(key, block, found)
             elif gone is not None:
@@ -186,7 +186,7 @@ class BlockPool:
         if was_late:
             self._cold.was_late = True
         if gone:
-            self._tell_unnamed(gone)
+            self._tell_uncached(gone)
         return blocks
 
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -231,8 +231,8 @@ class BlockPool:
         group_id: int = 0,
         computed: bool = False,
     ) -> None:
-        """Name held blocks by their digests. `computed`: their bytes are there already (loaded), so
-        the step being scheduled does not write them. Null blocks get no name; they may only stand
+        """Cache held blocks by their digests. `computed`: their bytes are there already (loaded),
+        so the step being scheduled does not write them. Null blocks get no key; they may only stand
         before all others."""
         if not self.enable_caching:
             return
@@ -240,40 +240,40 @@ class BlockPool:
             first = next((i for i, b in enumerate(blocks) if not b.is_null), len(blocks))
             digests, blocks = digests[first:], blocks[first:]
         suffix = group_suffix(group_id)
-        named = self._named
+        cached = self._cached
         for digest, block in zip(digests, blocks, strict=True):
             key = digest + suffix
             block.block_hash = key
-            found = named.setdefault(key, block)
+            found = cached.setdefault(key, block)
             if found is not block:
                 self._add_duplicate(key, block, found)
         if not computed:
             self._uncomputed.update(dict.fromkeys(blocks, self._step_id))
 
-    def name_computed(self, digest: bytes, block: KVCacheBlock, group_id: int = 0) -> None:
-        """Name a held block that was computed before, and queue it for `take_fresh`. If it has a
-        name, do nothing."""
+    def cache_computed(self, digest: bytes, block: KVCacheBlock, group_id: int = 0) -> None:
+        """Cache a held block that was computed before, and queue it for `take_fresh`. If it has a
+        key, do nothing."""
         if block.block_hash is None and not block.is_null:
             self.cache_full_blocks([digest], [block], group_id, computed=True)
             self._add_fresh([block])
 
     def note_computed(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Queue blocks for `take_fresh` that were named after their step had run, if
+        """Queue blocks for `take_fresh` that were cached after their step had run, if
         `_offers_all`."""
         if self._offers_all:
             self._add_fresh([block for block in blocks if block.block_hash is not None])
 
     def offer_again(self, keys: Iterable[bytes]) -> None:
-        """Queue the computed blocks with these names, if present, for `take_fresh` again."""
+        """Queue the computed blocks with these keys, if present, for `take_fresh` again."""
         for key in block_keys(keys, self.width):
-            found = self._named.get(key)
+            found = self._cached.get(key)
             block = next(iter(found.values())) if isinstance(found, dict) else found
             if block is not None and block not in self._uncomputed:
                 block.is_offered = False
                 self._add_fresh([block])
 
     def offer(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Queue named blocks for `take_fresh`, except those already offered under this name."""
+        """Queue cached blocks for `take_fresh`, except those already offered under this key."""
         self._add_fresh([each for each in blocks if each.block_hash and not each.is_offered])
 
     @property
@@ -287,7 +287,7 @@ class BlockPool:
         return self._num_fresh - len(self.fresh)
 
     def tell_dropped(self, tell: Callable[[Sequence[EvictedBlock]], None]) -> None:
-        """Set the function to call with blocks that lose their names other than by eviction."""
+        """Set the function to call with blocks that are uncached without being evicted."""
         self._tell_dropped = tell
 
     def offer_all(self) -> None:
@@ -295,13 +295,13 @@ class BlockPool:
         self._offers_all = True
 
     def begin_step(self, step_id: int) -> None:
-        """Assign names given from now on to this step. Raise ValueError unless the id has grown."""
+        """Assign blocks cached from now on to this step. Raise ValueError unless the id grew."""
         if step_id <= self._step_id:
             raise ValueError(f"steps are numbered upwards: {step_id} came after {self._step_id}")
         self._step_id = step_id
 
     def commit_step(self, step_id: int | None = None) -> None:
-        """Mark the blocks named by this step and all earlier ones (None: by all) as computed."""
+        """Mark the blocks cached by this step and all earlier ones (None: by all) as computed."""
         uncomputed = self._uncomputed
         if step_id is None or step_id >= self._step_id:  # nothing else is in flight
             computed = list(uncomputed)
@@ -314,21 +314,21 @@ class BlockPool:
             self._add_fresh(computed)
 
     def drop_uncomputed(self, from_step_id: int = 0) -> None:
-        """Drop the names given by this failed step and all later ones (0: all uncomputed names)."""
-        named = self._uncomputed.items()
-        self.drop_names([block for block, step_id in named if step_id >= from_step_id])
+        """Uncache the blocks of this failed step and all later ones (0: all uncomputed blocks)."""
+        steps = self._uncomputed.items()
+        self.uncache_blocks([block for block, step_id in steps if step_id >= from_step_id])
 
-    def revoke_names(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Take back the names that the step being scheduled gave to these blocks of one request. If
+    def revoke_caching(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Uncache those of these blocks of one request that the step being scheduled cached. If
         another request has found one of the blocks, raise RuntimeError and change nothing."""
         own = [b for b in blocks if self._uncomputed.get(b) == self._step_id]
         shared = [block.block_id for block in own if block.ref_cnt > 1]
         if shared:
             raise RuntimeError(f"blocks {shared} were found by other requests of the same step")
-        self.drop_names(own)
+        self.uncache_blocks(own)
 
-    def drop_names(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Remove the names of held or free blocks. Free blocks among them will be reused first."""
+    def uncache_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Remove the keys of held or free blocks. Free blocks among them will be reused first."""
         worthless = []
         dropped = []
         for block in blocks:
@@ -336,7 +336,7 @@ class BlockPool:
             if key is None:
                 continue
             dropped.append(EvictedBlock(block.block_id, key, self.width))
-            self._keep_others(key, block, self._named.pop(key))
+            self._keep_others(key, block, self._cached.pop(key))
             block.block_hash = None
             block.is_offered = False
             self._uncomputed.pop(block, None)
@@ -347,18 +347,18 @@ class BlockPool:
         if dropped:
             self._tell_dropped(dropped)
             if self.observer is not None:
-                # Blocks that share a name may all be here, or one may still have it.
+                # Blocks that share a key may all be here, or one may still have it.
                 keys = dict.fromkeys(block.key for block in dropped)
-                self._tell_unnamed([key for key in keys if key not in self._named])
+                self._tell_uncached([key for key in keys if key not in self._cached])
 
-    def drop_keys(self, digests: Sequence[bytes], group_id: int = 0) -> None:
+    def uncache_digests(self, digests: Sequence[bytes], group_id: int = 0) -> None:
         suffix = group_suffix(group_id)
         blocks: list[KVCacheBlock] = []
         for digest in digests:
-            found = self._named.get(digest + suffix)
+            found = self._cached.get(digest + suffix)
             if found is not None:
                 blocks += found.values() if isinstance(found, dict) else [found]
-        self.drop_names(blocks)
+        self.uncache_blocks(blocks)
 
     def take_evicted(self) -> list[EvictedBlock]:
         """Return the computed blocks evicted since the last call, in order of eviction. Copies of
@@ -373,9 +373,9 @@ class BlockPool:
         return self._cold.num_unseen >= self._whole(least) or self._cold.was_late
 
     def take_cold(self, count: int, within: int, least: int = 1) -> list[EvictedBlock]:
-        """Return up to `count` pages of computed, named blocks among the `within` pages reused
+        """Return up to `count` pages of computed, cached blocks among the `within` pages reused
         next, in that order. A block is returned whole, even for a `count` of 1, and once under one
-        name. Returns nothing if there are fewer than `least`, unless a block was evicted before it
+        key. Returns nothing if there are fewer than `least`, unless a block was evicted before it
         was offered."""
         if self.width > 1:
             count, within, least = self._whole(count), self._whole(within), self._whole(least)
@@ -384,19 +384,19 @@ class BlockPool:
 
     def take_fresh(self, count: int) -> list[EvictedBlock]:
         """Return up to `count` pages of queued computed blocks, the tail of a sequence before its
-        head. Only whole blocks are returned, each once under one name, by this method or by
+        head. Only whole blocks are returned, each once under one key, by this method or by
         `take_cold`."""
         fresh: dict[KVCacheBlock, None] = {}
         most = self._whole(count)
         while self.fresh and len(fresh) < most:
             block = self.fresh.popleft()
-            # It may have been evicted, or renamed by the step that runs.
+            # It may have been evicted, or cached again by the step that runs.
             if block.block_hash and not block.is_offered and block not in self._uncomputed:
                 fresh[block] = None
         return self._offered(list(fresh)[::-1])
 
     def resident(self) -> list[EvictedBlock]:
-        """Return all computed, named blocks in the form of evicted ones: free blocks in the order
+        """Return all computed, cached blocks in the form of evicted ones: free blocks in the order
         of reuse, then held blocks. Changes nothing. Used at shutdown, to save the blocks."""
         held = [block for block in self.blocks if block.ref_cnt > 0]
         return [
@@ -405,29 +405,29 @@ class BlockPool:
             if block.block_hash is not None and block not in self._uncomputed
         ]
 
-    def list_names(self) -> list[bytes]:
-        return page_keys(self._named, self.width)
+    def list_keys(self) -> list[bytes]:
+        return page_keys(self._cached, self.width)
 
     def reset_prefix_cache(self) -> bool:
-        """Remove the names of all blocks. Return False, and do nothing, if a block is held."""
+        """Uncache all blocks. Return False, and do nothing, if a block is held."""
         if not self.is_idle:
             return False
         width = self.width
         dropped = [
             EvictedBlock(b.block_id, b.block_hash, width) for b in self.blocks if b.block_hash
         ]
-        gone = list(self._named)
-        self._named.clear()
+        gone = list(self._cached)
+        self._cached.clear()
         self._uncomputed.clear()
         for block in self.blocks:
             block.block_hash = None
             block.is_offered = False
         self._tell_dropped(dropped)
         if gone:
-            self._tell_unnamed(gone)
+            self._tell_uncached(gone)
         return True
 
-    def _tell_unnamed(self, keys: list[bytes]) -> None:
+    def _tell_uncached(self, keys: list[bytes]) -> None:
         if self.observer is not None and keys:
             self.observer.unnamed(page_keys(keys, self.width))
 
@@ -436,7 +436,7 @@ class BlockPool:
         return min(num_pages, max(1, num_pages // self.width))
 
     def _offered(self, blocks: Sequence[KVCacheBlock]) -> list[EvictedBlock]:
-        """Mark named blocks as offered, and return them in the form of evicted ones."""
+        """Mark cached blocks as offered, and return them in the form of evicted ones."""
         offered = []
         for block in blocks:
             assert block.block_hash is not None
@@ -446,7 +446,7 @@ class BlockPool:
 
     def _leading(self, digests: Sequence[bytes], group_id: int) -> list[KVCacheBlock]:
         suffix = group_suffix(group_id)
-        get = self._named.get
+        get = self._cached.get
         blocks = []
         for digest in digests:
             found = get(digest + suffix)
@@ -467,16 +467,16 @@ class BlockPool:
         if isinstance(found, dict):
             found[block.block_id] = block
         else:
-            self._named[key] = {found.block_id: found, block.block_id: block}
+            self._cached[key] = {found.block_id: found, block.block_id: block}
 
     def _keep_others(
         self, key: bytes, block: KVCacheBlock, found: KVCacheBlock | dict[int, KVCacheBlock]
     ) -> None:
-        """Restore a name that was popped for `block` if other blocks have it too."""
+        """Restore a key that was popped for `block` if other blocks have it too."""
         if isinstance(found, dict):
             del found[block.block_id]
-            self._named[key] = found if len(found) > 1 else found.popitem()[1]
+            self._cached[key] = found if len(found) > 1 else found.popitem()[1]
 
 
 def _nobody(_dropped: Sequence[EvictedBlock]) -> None:
-    """Do nothing: by default no part of the program needs to know of dropped names."""
+    """Do nothing: by default no part of the program needs to know of uncached blocks."""

@@ -20,8 +20,8 @@ page as places of its own layer size, so the page size is a multiple of that siz
     as the draft sees it  |    |    |    |    |    |    |    |    | 0 | 1|
 
 Layers that only carry a state, or only have an MLP, have no K and V and no table. A checkpoint of a
-sequence's states is cut into pieces. Each piece takes a page, which is named like a page of an
-additional group (`state_checkpoints.py`):
+sequence's states is cut into pieces. Each piece takes a page, whose key is like that of a page of
+an additional group (`state_checkpoints.py`):
 
     D|0   K and V of the block that ends here      D|1 D|2 D|3   the states behind it"""
 
@@ -116,7 +116,7 @@ class StatePages:
 
     states: StateBytes
     num_pages: int
-    first_group: int  # the pages are named like pages of the groups from here on
+    first_group: int  # their keys are like those of pages of the groups from here on
 
 
 @dataclass(frozen=True, slots=True)

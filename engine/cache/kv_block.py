@@ -33,14 +33,14 @@ class BlockCopy(NamedTuple):
 class KVCacheBlock:
     """A block of the pool, with the pages `block_id`, `block_id + 1` … (`BlockPool.width`).
 
-    `block_hash` is the block's name in the prefix map: the digest (32 bytes) and the number of its
+    `block_hash` is the block's key in the prefix map: the digest (32 bytes) and the number of its
     first cache group (u16, little-endian). None: prefix lookups cannot find the block."""
 
     block_id: int
     ref_cnt: int = 0  # requests whose tables hold it
     block_hash: bytes | None = None
     is_null: bool = False
-    is_offered: bool = False  # given to the tiers under this name, ahead of its eviction
+    is_offered: bool = False  # given to the tiers under this key, ahead of its eviction
     prev_free: KVCacheBlock = field(init=False, repr=False)
     next_free: KVCacheBlock = field(init=False, repr=False)
 

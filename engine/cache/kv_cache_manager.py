@@ -7,8 +7,8 @@ The tokens of one request, as `allocate_slots` sees them:
     |  held    |  hits, to be   | to be allocated |
     |          |  attached      |                 |
 
-`computed` is `request.num_computed_tokens`; a tier will load the `external` tokens. Full blocks get
-names for prefix lookups; blocks with tokens beyond `request.num_tokens` get none.
+`computed` is `request.num_computed_tokens`; a tier will load the `external` tokens. Full blocks are
+cached, for prefix lookups; blocks with tokens beyond `request.num_tokens` are not.
 
 Forked requests share all blocks, also the last one, which may be partly filled (`shared_tails.py`).
 
@@ -24,11 +24,11 @@ from itertools import chain, islice
 
 from ..models.layer_attention import LayerAttention, full
 from ..request.request import Request
+from .block_keys import BlockKeys
 from .block_pool import BlockPool
 from .group_manager import FullAttentionManager, GroupManager, LocalAttentionManager, num_free
 from .group_spec import pages_per_block
 from .kv_block import BlockIds, GroupBlocks, KVCacheBlock, page_tables
-from .named_blocks import NamedBlocks
 from .prefix_finder import HybridPrefixFinder, UnitaryPrefixFinder
 from .shared_tails import SharedTails
 from .state_checkpoints import StateCheckpoints
@@ -41,7 +41,7 @@ class KVCacheManager:
     running requests can grow for some steps before one is preempted.
 
     Every `GroupBlocks` has the order of the group managers. The tables of one request have equal
-    lengths and equal numbers of named blocks."""
+    lengths and equal numbers of cached blocks."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class KVCacheManager:
         each, rest = divmod(block_size, hash_block_size or block_size)
         if rest or not each:
             raise ValueError(
-                f"blocks of {block_size} tokens cannot be named by digests of {hash_block_size} "
+                f"blocks of {block_size} tokens cannot have keys of digests of {hash_block_size} "
                 f"tokens; take a divisor of {block_size}"
             )
         attention = tuple(attention) or (full(),) * num_groups
@@ -98,7 +98,7 @@ class KVCacheManager:
         self._finder = finder(self.pool, self._groups, block_size)
         self.no_blocks: GroupBlocks = tuple([] for _ in self._groups)
         self._tables: dict[str, GroupBlocks] = {}
-        self.names = NamedBlocks(self.pool, self._groups, block_size, each)
+        self.keys = BlockKeys(self.pool, self._groups, block_size, each)
         self.shared_tails = SharedTails(self.pool, self._groups)
         self.states: StateCheckpoints | None = None
         if num_state_pages:
@@ -166,7 +166,7 @@ class KVCacheManager:
         if not self.pool.enable_caching or request.skip_reading_prefix_cache:
             return self.no_blocks, 0
         most = request.most_cached_tokens // self.block_size
-        digests = self.names.of_blocks(request.block_hashes)[:most]
+        digests = self.keys.of_blocks(request.block_hashes)[:most]
         blocks, num_tokens = self._finder.find(digests)
         if self.states is None:
             return blocks, num_tokens
@@ -181,7 +181,7 @@ class KVCacheManager:
     def stateless_blocks(self, request: Request, num_tokens: int) -> GroupBlocks:
         """Return the pool's blocks of the first `num_tokens` tokens of a request whose states will
         be loaded. Changes nothing."""
-        digests = self.names.of_blocks(request.block_hashes)[: num_tokens // self.block_size]
+        digests = self.keys.of_blocks(request.block_hashes)[: num_tokens // self.block_size]
         return self._finder.find(digests)[0]
 
     def allocate_slots(
@@ -199,7 +199,7 @@ class KVCacheManager:
 
         None means that fewer than `keep_free_blocks` pages would stay free; nothing has changed
         then. Hits without a holder are in the free queue and count as taken. Blocks that no later
-        token reads are released first and count as free. The blocks are named at once, or with
+        token reads are released first and count as free. The blocks are cached at once, or with
         `delay_cache_blocks` by `cache_blocks` after the load."""
         computed = request.num_computed_tokens
         forked = self.shared_tails.families
@@ -209,7 +209,7 @@ class KVCacheManager:
         if num_new_tokens == 1 and not more and (offset := computed % self.block_size):
             # A decode into a block that the request has already.
             if offset == self._last_offset and not delay_cache_blocks:
-                self._name_full(request, min(computed + 1, request.num_tokens))
+                self._cache_full(request, min(computed + 1, request.num_tokens))
             return self.no_blocks
         computed += num_new_computed_tokens + num_external_computed_tokens
         num_tokens = computed + num_new_tokens
@@ -227,7 +227,7 @@ class KVCacheManager:
         if added is None:
             return None
         if not delay_cache_blocks:
-            self._name_full(request, min(num_tokens, request.num_tokens))
+            self._cache_full(request, min(num_tokens, request.num_tokens))
         return added
 
     def fork(self, parent_id: str, child: Request, num_tokens: int) -> None:
@@ -238,8 +238,8 @@ class KVCacheManager:
         for table in tables:
             self.pool.touch([block for block in table if not block.is_null])
         self._tables[child.request_id] = tables
-        num_named = self.names.counts.get(parent_id, 0)
-        self.names.counts[child.request_id] = min(num_named, num_full)
+        num_cached = self.keys.counts.get(parent_id, 0)
+        self.keys.counts[child.request_id] = min(num_cached, num_full)
         if rest:
             self.shared_tails.add_fork(parent_id, child.request_id)
 
@@ -249,28 +249,28 @@ class KVCacheManager:
         return all(group.can_go_on(tables[i], num_computed_tokens) for i, group in self._forgetful)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> bool:
-        """Name the full blocks of the first `num_computed_tokens`, which a load brought. If the
+        """Cache the full blocks of the first `num_computed_tokens`, which a load brought. If the
         request lacks a block that the next token reads, return False and change nothing."""
         if not self.can_go_on(request, num_computed_tokens):
             return False
-        self._name_full(request, num_computed_tokens, computed=True)
+        self._cache_full(request, num_computed_tokens, computed=True)
         if self.states is not None:
-            self.states.name_loaded(request, num_computed_tokens)
+            self.states.cache_loaded(request, num_computed_tokens)
         return True
 
-    def name_blocks(self, request: Request, num_tokens: int) -> None:
-        """Name the full blocks of the first `num_tokens`, computed by the last scheduled step."""
-        self._name_full(request, num_tokens)
+    def cache_scheduled(self, request: Request, num_tokens: int) -> None:
+        """Cache the full blocks of the first `num_tokens`, computed by the last scheduled step."""
+        self._cache_full(request, num_tokens)
         if self.states is not None:
-            self.states.name_known(request)
+            self.states.cache_known(request)
 
-    def name_accepted(self, request: Request) -> None:
-        """Name the full blocks of accepted drafts, whose step has come back."""
+    def cache_accepted(self, request: Request) -> None:
+        """Cache the full blocks of accepted drafts, whose step has come back."""
         tables = self.tables(request.request_id)
-        first = self.names.counts.get(request.request_id, 0)
+        first = self.keys.counts.get(request.request_id, 0)
         num_tokens = min(request.num_tokens, request.num_computed_tokens)
-        self.names.name_full(request, tables, num_tokens, computed=True)
-        end = self.names.counts.get(request.request_id, 0)
+        self.keys.cache_full_blocks(request, tables, num_tokens, computed=True)
+        end = self.keys.counts.get(request.request_id, 0)
         self.pool.note_computed([block for table in tables for block in table[first:end]])
 
     def trim(self, request: Request) -> None:
@@ -281,15 +281,15 @@ class KVCacheManager:
                 self.pool.free_blocks(table[: num_blocks - 1 : -1])
                 del table[num_blocks:]
 
-    def name_tail(self, request: Request) -> None:
-        """Name the block at the prompt's end if it is partly filled. The caller makes sure that the
-        prompt is computed and that the request writes no more tokens."""
-        self.names.name_tail(request, self._tables[request.request_id])
+    def cache_tail(self, request: Request) -> None:
+        """Cache the block at the prompt's end if it is partly filled. The caller makes sure that
+        the prompt is computed and that the request writes no more tokens."""
+        self.keys.cache_tail(request, self._tables[request.request_id])
 
     def prompt_keys(self, request: Request, *, with_tail: bool) -> list[bytes]:
-        """Return the page names of the prompt's blocks that another engine needs to continue it."""
-        digests = self.names.of_prompt(request, with_tail=with_tail)
-        keys = self.names.page_keys(digests, request.num_prompt_tokens)
+        """Return the page keys of the prompt's blocks that another engine needs to continue it."""
+        digests = self.keys.of_prompt(request, with_tail=with_tail)
+        keys = self.keys.page_keys(digests, request.num_prompt_tokens)
         if self.states is not None and digests:
             # Without these states the other engine would compute from an earlier checkpoint on.
             keys += [key for key in self.states.keys(digests[-1]) if self.pool.has(key)]
@@ -299,12 +299,12 @@ class KVCacheManager:
         self, request: Request, num_computed_tokens: int, block_ids: BlockIds | None
     ) -> None:
         """Undo the scheduling of a request in the present step. Its blocks after the first
-        `num_computed_tokens` lose the names that the step gave. The step's new blocks (`block_ids`
-        for each group) are released. If another request of the step has found one of these blocks,
-        raise RuntimeError and change nothing."""
+        `num_computed_tokens` are uncached if the step has cached them. The step's new blocks
+        (`block_ids` for each group) are released. If another request of the step has found one of
+        these blocks, raise RuntimeError and change nothing."""
         request_id = request.request_id
         tables = self.tables(request_id)
-        self.names.revoke_names(request_id, tables, num_computed_tokens // self.block_size)
+        self.keys.revoke_caching(request_id, tables, num_computed_tokens // self.block_size)
         if block_ids is None:
             return
         for group, table in zip(self._groups, tables, strict=True):
@@ -313,7 +313,7 @@ class KVCacheManager:
                 del table[-count:]
 
     def free(self, request: Request) -> None:
-        """Release a request's blocks, last first; they keep names and bytes until reused."""
+        """Release a request's blocks, last first; they keep keys and bytes until reused."""
         self._free(request.request_id)
 
     def pin(self, request: Request, holder: str) -> None:
@@ -324,8 +324,8 @@ class KVCacheManager:
             self.states.pin(request_id, holder)
         if request_id in self._tables:
             self._tables[holder] = self._tables.pop(request_id)
-        if request_id in self.names.counts:
-            self.names.counts[holder] = self.names.counts.pop(request_id)
+        if request_id in self.keys.counts:
+            self.keys.counts[holder] = self.keys.counts.pop(request_id)
         for table in self.tables(holder):
             self.pool.pin(table)
 
@@ -342,20 +342,20 @@ class KVCacheManager:
         for table in self.tables(request.request_id):
             self.pool.offer(table)
 
-    def drop_names(self, request: Request) -> list[bytes]:
-        """Remove the names of the request's blocks, and of all other blocks with the same names, so
-        that no lookup finds them. The request keeps its blocks. Return the names, first block
-        first; tiers may have them too."""
-        digests = self.names.of_blocks(request.block_hashes)
+    def uncache_request(self, request: Request) -> list[bytes]:
+        """Uncache the request's blocks, and all other blocks with the same keys, so that no lookup
+        finds them. The request keeps its blocks. Return the keys, first block first; tiers may have
+        them too."""
+        digests = self.keys.of_blocks(request.block_hashes)
         for group, table in zip(self._groups, self.tables(request.request_id), strict=True):
-            self.pool.drop_names(table)
-            self.pool.drop_keys(digests, group.group_id)
-        keys = self.names.page_keys(digests)
+            self.pool.uncache_blocks(table)
+            self.pool.uncache_digests(digests, group.group_id)
+        keys = self.keys.page_keys(digests)
         if self.states is None:
             return keys
         tail = request.prompt_tail_hash() if request.hands_over else b""
         ends = [*digests, tail] if tail else digests
-        self.states.drop_names(ends)
+        self.states.uncache_digests(ends)
         # All pieces: a tier's old pieces beside pieces of a later checkpoint would be wrong.
         return keys + [key for digest in ends for key in self.states.keys(digest)]
 
@@ -428,14 +428,14 @@ class KVCacheManager:
         is_load: bool,
     ) -> GroupBlocks | None:
         """Like `_add_blocks`, but also allocate pages for states that a load brings. Hits must end
-        at a checkpoint. If room is short, give up checkpoints without a name."""
+        at a checkpoint. If room is short, give up uncached checkpoints."""
         request_id = request.request_id
         is_hit = hits is not None and bool(hits[0]) and not is_load
         if is_load:
             keep_free_blocks += states.num_pages
         elif is_hit:
             # Noted before blocks are added, because these may be the checkpoint's own pages.
-            digests = self.names.of_blocks(request.block_hashes)
+            digests = self.keys.of_blocks(request.block_hashes)
             states.note_hit(request_id, digests[computed // self.block_size - 1])
         while True:
             num_spare = self.pool.free_queue.num_free - keep_free_blocks
@@ -446,7 +446,7 @@ class KVCacheManager:
                 if is_load:
                     states.hold_for_load(request_id)
                 return added
-            if not states.drop_unnamed():
+            if not states.drop_uncached():
                 if is_hit:
                     states.drop_hit(request_id)
                 return None
@@ -489,7 +489,7 @@ class KVCacheManager:
             read = found[group.first_needed(num_computed) :]
             self.pool.touch(read)
             table += [null] * (len(found) - len(read)) + read
-        self.names.counts[request_id] = len(hits[0])
+        self.keys.counts[request_id] = len(hits[0])
 
     def _extend_behind_gaps(
         self, tables: GroupBlocks, num_blocks: int, num_computed: int
@@ -511,14 +511,14 @@ class KVCacheManager:
             table += blocks
         return added
 
-    def _name_full(self, request: Request, num_tokens: int, *, computed: bool = False) -> None:
+    def _cache_full(self, request: Request, num_tokens: int, *, computed: bool = False) -> None:
         tables = self.tables(request.request_id)
-        self.names.name_full(request, tables, num_tokens, computed=computed)
+        self.keys.cache_full_blocks(request, tables, num_tokens, computed=computed)
 
     def _free(self, request_id: str) -> None:
         """Release all blocks of a request. The last blocks of all groups are released first,
         because a hit needs the block in every group."""
-        self.names.counts.pop(request_id, None)
+        self.keys.counts.pop(request_id, None)
         if self.states is not None:
             self.states.free(request_id)
         if self.shared_tails.families or self.shared_tails.sources:

@@ -90,6 +90,11 @@ class PictureCache:
             for holder in entry.holders:
                 self._held_by[holder].discard(digest)
 
+    def stats(self) -> dict[str, int]:
+        """Return counters since the start: pictures that were encoded, and pictures whose
+        embeddings a further request used."""
+        return {"pictures_encoded": self.num_encoded, "pictures_reused": self.num_reused}
+
     def _hold(self, request_id: str, picture: Picture) -> bool:
         entry = self._entries.get(picture.digest)
         if entry is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from ...connector.page_names import group_suffix
+from ...connector.page_keys import group_suffix
 from ..models.layer_attention import LayerAttention
 from .block_pool import BlockPool
 from .group_manager import GroupManager
@@ -37,9 +37,9 @@ class PrefixFinder(ABC):
 
     @abstractmethod
     def find(self, digests: Sequence[bytes]) -> tuple[GroupBlocks, int]:
-        """Return the blocks and the token count of the longest cached prefix. `digests` name the
-        wanted blocks, first block first. The null block stands for blocks that no later token
-        reads."""
+        """Return the blocks and the token count of the longest cached prefix. `digests` are those
+        of the wanted blocks, first block first. The null block stands for blocks that no later
+        token reads."""
 
     def _longest_local(
         self, groups: tuple[GroupManager, ...], digests: Sequence[bytes], most: int
@@ -60,7 +60,8 @@ class PrefixFinder(ABC):
         """Return a group's blocks for a hit of `length` blocks; unread ones are null blocks."""
         pool, suffix = self._pool, group_suffix(group.group_id)
         first = group.first_needed(length * self.block_size)
-        return [pool.null_block] * first + [pool.named(d + suffix) for d in digests[first:length]]
+        found = [pool.cached_block(digest + suffix) for digest in digests[first:length]]
+        return [pool.null_block] * first + found
 
 
 class UnitaryPrefixFinder(PrefixFinder):

@@ -38,7 +38,7 @@ class Residency:
         self.reuse_gap = Histogram(_SECONDS)
 
     def taken(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Record the allocation of free blocks, which evicts those that still have a name."""
+        """Record the allocation of free blocks, which evicts those that are still cached."""
         followed = self._followed.intersection(blocks)
         if not followed:
             return

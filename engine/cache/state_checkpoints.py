@@ -17,7 +17,7 @@ checkpoint. If the pool has room, checkpoints are made at
 - each multiple of the interval, if there is one, in answers too;
 - the very end of a prompt that another engine continues.
 
-The pages of a checkpoint are named while their step is scheduled, and are free afterwards. Other
+The pages of a checkpoint are cached while their step is scheduled, and are free afterwards. Other
 steps may take them: the worker writes the pages after the step's forward pass, and a step reads the
 pages of a hit before all else. Pages are held only by a load until its request runs, by a
 checkpoint after unknown tokens, and by the pin of an agent's request."""
@@ -29,7 +29,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ...connector.messages import EvictedBlock
-from ...connector.page_names import group_of, group_suffix
+from ...connector.page_keys import group_of, group_suffix
 from ...tiers.block import DIGEST_BYTES
 from ..request.request import Request
 from .block_pool import BlockPool
@@ -50,7 +50,7 @@ class StateSave(NamedTuple):
 class StateCheckpoints:
     """The checkpoints of one pool. Called by the engine's step thread only.
 
-    A digest is the name of a block. `interval` is in tokens: 0, or a multiple of the block size."""
+    A digest is that of a block. `interval` is in tokens: 0, or a multiple of the block size."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class StateCheckpoints:
         self._loads: dict[str, list[KVCacheBlock]] = {}  # held
         # Each request's last checkpoint, made or read: a later request will want it.
         self._newest: dict[str, bytes] = {}
-        # By request: checkpoints after tokens not known yet; held, and named when these are known.
-        self._unnamed: dict[str, tuple[int, list[KVCacheBlock]]] = {}
+        # By request: checkpoints after tokens not known yet; held, and cached when these are known.
+        self._uncached: dict[str, tuple[int, list[KVCacheBlock]]] = {}
         self._pinned: dict[str, list[KVCacheBlock]] = {}  # by holder
         self._saved: list[KVCacheBlock] = []  # held while the step is scheduled
         self.num_saved = self.num_left_out = 0
@@ -86,15 +86,15 @@ class StateCheckpoints:
     @property
     def held(self) -> list[KVCacheBlock]:
         """The pages held for loads, for checkpoints after unknown tokens, and for pins."""
-        unnamed = [blocks for _, blocks in self._unnamed.values()]
-        held = (*self._loads.values(), *unnamed, *self._pinned.values())
+        uncached = [blocks for _, blocks in self._uncached.values()]
+        held = (*self._loads.values(), *uncached, *self._pinned.values())
         return list(chain.from_iterable(held))
 
     def is_readable(self, digest: bytes) -> bool:
         """Whether the step being scheduled can read the checkpoint with this digest."""
         pool = self._pool
         keys = [digest + suffix for suffix in self._suffixes]
-        return all(map(pool.has, keys)) and not pool.is_due(pool.named(keys[-1]))
+        return all(map(pool.has, keys)) and not pool.is_due(pool.cached_block(keys[-1]))
 
     def longest_hit(self, digests: Sequence[bytes], most_blocks: int) -> int:
         """Return the largest number of blocks, up to `most_blocks`, that ends at a checkpoint. The
@@ -108,7 +108,7 @@ class StateCheckpoints:
     def note_hit(self, request_id: str, digest: bytes) -> None:
         """Record that a request starts at this checkpoint, without holding its pages."""
         self._newest[request_id] = digest
-        self._hits[request_id] = [self._pool.named(digest + suffix) for suffix in self._suffixes]
+        self._hits[request_id] = list(map(self._pool.cached_block, self.keys(digest)))
 
     def drop_hit(self, request_id: str) -> None:
         """Undo `note_hit` for a request that does not start, for lack of room."""
@@ -122,12 +122,12 @@ class StateCheckpoints:
         """Return the ids of the pages held for a request's load, in piece order."""
         return [block.block_id for block in self._loads[request_id]]
 
-    def name_loaded(self, request: Request, position: int) -> None:
-        """Name the pages with the states that a request's load has brought. States after a partly
-        filled block get no name."""
+    def cache_loaded(self, request: Request, position: int) -> None:
+        """Cache the pages with the states that a request's load has brought. States after a partly
+        filled block are not cached."""
         if position % self._block_size == 0:
             held = self._loads[request.request_id]
-            self._name(request, position, held, computed=True)
+            self._cache_pages(request, position, held, computed=True)
 
     def take_start(self, request_id: str) -> list[int]:
         """Return the pages with the initial states of a request that starts in the step being
@@ -204,11 +204,11 @@ class StateCheckpoints:
             found.append((position, self._pool.get_new_blocks(self.num_pages)))
         found.reverse()
         for position, blocks in found:
-            if self._name(request, position, blocks, computed=False):
+            if self._cache_pages(request, position, blocks, computed=False):
                 self._saved += blocks
             else:
-                self._drop_unnamed(request.request_id)
-                self._unnamed[request.request_id] = (position, blocks)
+                self._drop_uncached(request.request_id)
+                self._uncached[request.request_id] = (position, blocks)
         self.num_saved += len(found)
         return [
             StateSave(position, [block.block_id for block in blocks]) for position, blocks in found
@@ -219,21 +219,21 @@ class StateCheckpoints:
         self._pool.free_blocks(self._saved)
         self._saved.clear()
 
-    def name_known(self, request: Request) -> None:
-        """Name a request's unnamed checkpoint if all tokens before it are known by now."""
-        unnamed = self._unnamed.get(request.request_id)
-        if unnamed is None:
+    def cache_known(self, request: Request) -> None:
+        """Cache a request's uncached checkpoint if all tokens before it are known by now."""
+        uncached = self._uncached.get(request.request_id)
+        if uncached is None:
             return
-        position, blocks = unnamed
-        if self._name(request, position, blocks, computed=False):
-            del self._unnamed[request.request_id]
+        position, blocks = uncached
+        if self._cache_pages(request, position, blocks, computed=False):
+            del self._uncached[request.request_id]
             self._pool.free_blocks(blocks)
 
-    def drop_unnamed(self) -> bool:
-        """Give up all checkpoints without a name, to make room. Return whether there were any."""
-        given_up = list(self._unnamed)
+    def drop_uncached(self) -> bool:
+        """Give up all uncached checkpoints, to make room. Return whether there were any."""
+        given_up = list(self._uncached)
         for request_id in given_up:
-            self._drop_unnamed(request_id)
+            self._drop_uncached(request_id)
         return bool(given_up)
 
     def pin(self, request_id: str, holder: str) -> None:
@@ -241,7 +241,7 @@ class StateCheckpoints:
         digest = self._newest.get(request_id)
         self.free(request_id)
         if digest is not None and self.is_readable(digest):
-            blocks = self._pinned[holder] = [self._pool.named(key) for key in self.keys(digest)]
+            blocks = self._pinned[holder] = list(map(self._pool.cached_block, self.keys(digest)))
             self._pool.touch(blocks)
             self._pool.pin(blocks)
 
@@ -251,15 +251,15 @@ class StateCheckpoints:
         self._pool.unpin(blocks)
         self._pool.free_blocks(blocks)
 
-    def drop_names(self, digests: Iterable[bytes]) -> None:
-        """Remove the names of the checkpoints with these digests, so that no lookup finds them."""
+    def uncache_digests(self, digests: Iterable[bytes]) -> None:
+        """Uncache the checkpoints with these digests, so that no lookup finds them."""
         digests, has = list(digests), self._pool.has
         for group_id, suffix in zip(self._groups, self._suffixes, strict=True):
             found = [digest for digest in digests if has(digest + suffix)]
-            self._pool.drop_keys(found, group_id)
+            self._pool.uncache_digests(found, group_id)
 
     def keys(self, digest: bytes) -> list[bytes]:
-        """Return the names, in piece order, of the pages of the checkpoint with this digest."""
+        """Return the keys, in piece order, of the pages of the checkpoint with this digest."""
         return [digest + suffix for suffix in self._suffixes]
 
     def offer_beside(self, evicted: Iterable[EvictedBlock]) -> None:
@@ -273,7 +273,7 @@ class StateCheckpoints:
         ]
         for digest in dict.fromkeys(digests):
             keys = [key for key in self.keys(digest) if has(key)]
-            self._pool.offer([self._pool.named(key) for key in keys])
+            self._pool.offer([self._pool.cached_block(key) for key in keys])
 
     def free(self, request_id: str) -> None:
         """Forget a request that ends or does not start. The request's newest checkpoint moves to
@@ -283,14 +283,14 @@ class StateCheckpoints:
         digest = self._newest.pop(request_id, None)
         if digest is not None:
             keys = self.keys(digest)
-            blocks = [self._pool.named(key) for key in keys if self._pool.has(key)]
+            blocks = [self._pool.cached_block(key) for key in keys if self._pool.has(key)]
             free = [block for block in blocks if block.ref_cnt == 0]
             self._pool.touch(free)
             self._pool.free_blocks(free)
 
     def _drop_hold(self, request_id: str) -> None:
         self._hits.pop(request_id, None)
-        self._drop_unnamed(request_id)
+        self._drop_uncached(request_id)
         held = self._loads.pop(request_id, None)
         if held is not None:
             self._pool.free_blocks(held)
@@ -300,17 +300,17 @@ class StateCheckpoints:
         return digest is not None and self._pool.has(digest + self._suffixes[0])
 
     def _digest(self, request: Request, position: int) -> bytes | None:
-        """Return the name of a checkpoint after `position` tokens; None if one is unknown."""
+        """Return the digest of a checkpoint after `position` tokens; None if one is unknown."""
         index, rest = divmod(position, self._block_size)
         if rest:
             return request.prompt_tail_hash()
         index *= self._hashes_per_block
         return request.block_hashes[index - 1] if index <= len(request.block_hashes) else None
 
-    def _name(
+    def _cache_pages(
         self, request: Request, position: int, blocks: Sequence[KVCacheBlock], *, computed: bool
     ) -> bool:
-        """Name the pages of a checkpoint. Return False if a token before it is unknown."""
+        """Cache the pages of a checkpoint. Return False if a token before it is unknown."""
         digest = self._digest(request, position)
         if digest is None:
             return False
@@ -323,7 +323,7 @@ class StateCheckpoints:
                 observer.named(request, group_id, index - 1, [block.block_id])
         return True
 
-    def _drop_unnamed(self, request_id: str) -> None:
-        position_and_blocks = self._unnamed.pop(request_id, None)
+    def _drop_uncached(self, request_id: str) -> None:
+        position_and_blocks = self._uncached.pop(request_id, None)
         if position_and_blocks is not None:
             self._pool.free_blocks(position_and_blocks[1])

@@ -29,10 +29,10 @@ from ..config.engine_config import CacheConfig, ModelConfig, SchedulerConfig
 from ..config.engine_options import model_directory
 from ..config.speculative_config import MOST_WITH_STATES
 from ..models.checkpoint.shards import find_shards
-from ..models.checkpoint.tensor_shapes import expected_tensors
 from ..models.dtypes import planned_dtype
 from ..models.model_spec import ModelSpec, resolve_max_model_len
 from ..models.spec.spec_parser import load_model_spec
+from ..models.vision.vision_shapes import weight_shapes
 from ..plan import memory_plan as plan
 from ..plan.machine_rates import OPERATIONS, PLACES, PREFILL_TOKENS, Rate, resolve_rates
 
@@ -198,7 +198,7 @@ def _subject(path: Path, given: Mapping[str, Any]) -> Subject:
     layout = plan.device_layout(
         spec, block_size, dtype if kv_dtype == "auto" else kv_dtype, devices
     )
-    shapes = expected_tensors(spec)
+    shapes = weight_shapes(spec)
     states = state_bytes(spec.state, dtype)
     num_seqs = given.get("max_num_seqs", SchedulerConfig().max_num_seqs)
     memory = plan.Memory(

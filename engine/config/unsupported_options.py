@@ -16,7 +16,7 @@ _REASONING = (
 )
 _STRUCTURED = "see --structured-outputs-backend; requests say what white space they want"
 _SPECULATIVE = "drafts are one row of tokens; see --speculative-method"
-_MULTIMODAL = "models read text only"
+_MULTIMODAL = "chats take 16 pictures of up to 20 MiB, and no video or sound; see --media-domain"
 _POOLING = "a server generates and makes embeddings; --pooling says which hidden states these are"
 _MODEL_FILES = (
     "model and tokenizer are read as they lie in the model's directory; see --chat-template"
@@ -57,7 +57,7 @@ _BY_REASON: Mapping[str, str] = {
     _MULTIMODAL: """
         limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb mm_processor_cache_type
         mm_encoder_tp_mode mm_encoder_only media_io_kwargs allowed_local_media_path
-        allowed_media_domains interleave_mm_strings skip_mm_profiling video_pruning_rate
+        interleave_mm_strings skip_mm_profiling video_pruning_rate
         disable_chunked_mm_input enable_mm_embeds language_model_only
     """,
     _POOLING: "runner task convert pooler_config override_pooler_config",

@@ -17,6 +17,7 @@ from ...tiers.settings.sizes import MAX_SIZE_BYTES
 from ...tiers.settings.values import GIB, ConfigError
 from ..request.logprobs import MAX_LOGPROBS
 from .engine_config import POOLINGS
+from .option_readers import media_domains
 from .speculative_config import METHODS
 
 _ONE_DEVICE = "the engine computes on one device, and models over several are not built"
@@ -200,6 +201,7 @@ ALIASES: Mapping[str, Alias] = {
         "LEVEL",
         is_server=True,
     ),
+    "allowed_media_domains": Alias(_renamed("media_domain", media_domains), "LIST", is_server=True),
     "disable_log_stats": Alias(_no_log_stats, is_server=True),
     "disable_log_requests": Alias(
         _without_effect(readers.switch, "requests are never logged"), is_server=True

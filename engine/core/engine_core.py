@@ -142,7 +142,7 @@ class EngineCore:
                 if config.role == "decode" and elsewhere is not None:
                     elsewhere.expect_prompts()
             self._build_engine(num_blocks)
-            for each in files:  # the files that named the blocks must be the ones that were loaded
+            for each in files:  # the files behind the block keys must be the ones that were loaded
                 each.check_unchanged()
             self.adapters = open_registry(config.lora, self.executor)
             self._request_builder = RequestBuilder(

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from .spec.expert_spec import ExpertFamily
-from .spec.rope_spec import DEFAULT_THETA
+from .spec.rope_spec import DEFAULT_THETA, Sections
 from .spec.state_layers import MambaKeys, Projections, StateFamily
 from .states.state_spec import StateKind
 
@@ -100,8 +100,8 @@ class Family:
     turns_partly: bool = False  # whether config.json's partial_rotary_factor is read
     default_turning: float = 1.0  # its default
     fixes_turning: bool = False  # whether a top-level factor must be the default
-    # Whether rotary positions may have sections; for text all sections are equal.
-    has_sections: bool = False
+    # The axes by which rotary positions turn; for text all axes are equal. None: there is one axis.
+    sections: Sections | None = None
     # Default for config.json's no_rope_layers: each n-th layer has no rotary positions.
     no_rope_interval: int | None = None
     # Whether layers have rotary positions only if position_embedding_type says so.
@@ -177,10 +177,21 @@ FAMILIES: Mapping[str, Family] = {
         default_head_dim=128,
         default_max_positions=32768,
     ),
+    "Qwen2_5_VLForCausalLM": Family(
+        "qwen2_5_vl_text",
+        attention_bias=True,
+        output_bias=False,
+        windows=Windows.SOME_LAYERS,
+        sections=Sections((16, 24, 24), are_joined=True),
+        default_eps=1e-5,
+        default_kv_heads=8,
+        default_max_positions=32768,
+        default_theta=1_000_000.0,
+    ),
     "Qwen3VLForCausalLM": Family(
         "qwen3_vl_text",
         head_norms=HeadNorms.EACH,
-        has_sections=True,
+        sections=Sections((24, 20, 20)),
         default_kv_heads=32,
         default_head_dim=128,
         default_max_positions=128000,
@@ -349,7 +360,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3_5ForCausalLM": Family(
         "qwen3_5_text",
         states=_delta_states(Projections.APART),
-        has_sections=True,
+        sections=Sections((24, 20, 20)),
         **_QWEN_HYBRID,
         default_vocab_size=248320,
         default_kv_heads=4,
@@ -358,7 +369,7 @@ FAMILIES: Mapping[str, Family] = {
         "qwen3_5_moe_text",
         experts=ExpertFamily(256, 8, default_size=512, default_shared_size=512, normalises=True),
         states=_delta_states(Projections.APART),
-        has_sections=True,
+        sections=Sections((24, 20, 20)),
         **_QWEN_HYBRID,
         default_vocab_size=248320,
         default_kv_heads=2,

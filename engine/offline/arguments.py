@@ -12,7 +12,9 @@ from typing import Any
 import numpy.typing as npt
 
 from ...tiers.settings.format import format_value
-from ..request.sampling_params import SamplingParams
+from ..request.core_messages import Ready, RequestExtras
+from ..request.prompt_embeds import read_embeds, write_embeds
+from ..request.sampling_params import SamplingParams, check_params_for_embeds
 
 Prompt = str | Sequence[int] | npt.NDArray[Any]
 Conversation = Sequence[Mapping[str, Any]]
@@ -100,3 +102,14 @@ def check_switch(name: str, value: object) -> None:
     """Raise ValueError for any value except True and False, also for 0 and 1."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} takes True or False, not {format_value(value)}")
+
+
+def embeds_extras(
+    prompt: npt.NDArray[Any], params: SamplingParams, ready: Ready, longest: int
+) -> RequestExtras:
+    """Check a prompt of embeddings with the engine core's own checks, and pack it into the
+    request's extras. Raises ValueError."""
+    check_params_for_embeds(params)
+    data = write_embeds(prompt)
+    read_embeds(data, ready.hidden_size, longest, ready.largest_embedding)
+    return RequestExtras(prompt_embeds=data)

@@ -69,18 +69,14 @@ def decode_picture(
     data: bytes,
     limits: PictureLimits = DEFAULT_LIMITS,
     *,
-    over_white: bool = False,
     deadline: float = math.inf,
 ) -> Image.Image:
-    """Return the picture in `data` as an upright RGB image. Raises PictureError and nothing else.
-
-    transformers drops the transparency of a picture that it loads itself, and puts a transparent
-    picture that it is given as an image on white, which `over_white` does.
-    """
+    """Return the picture in `data` as an upright RGB image without its transparency, as
+    transformers reads a file. Raises PictureError and nothing else."""
     file = read_picture_file(data, limits)
     check_deadline(deadline)
     try:
-        return _decode_file(file, over_white, deadline)
+        return _decode_file(file, deadline)
     except PictureError:
         raise
     except MemoryError:
@@ -121,7 +117,7 @@ def _reader_of(data: bytes) -> _Read:
     raise PictureError(f"its file is no PNG, JPEG, WebP or GIF: it {start}; convert it to PNG")
 
 
-def _decode_file(file: PictureFile, over_white: bool, deadline: float) -> Image.Image:
+def _decode_file(file: PictureFile, deadline: float) -> Image.Image:
     size = (file.width, file.height)
     with Image.open(_TimedFile(file.content, deadline), formats=(file.kind,)) as opened:
         if opened.size != size:
@@ -136,14 +132,25 @@ def _decode_file(file: PictureFile, over_white: bool, deadline: float) -> Image.
         if file.orientation in _TURNS:
             image = opened.transpose(_TURNS[file.orientation])
         check_deadline(deadline)
-        return _to_rgb(image, over_white)
+        return _to_rgb(image)
 
 
-def _to_rgb(image: Image.Image, over_white: bool) -> Image.Image:
-    is_transparent = "A" in image.getbands() or image.info.get("transparency") is not None
-    if over_white and is_transparent:
-        ground = Image.new("RGBA", image.size, _WHITE)
-        image = Image.alpha_composite(ground, image.convert("RGBA"))
+def to_rgb_on_white(image: Image.Image) -> Image.Image:
+    """Return an image as RGB, on white if it is transparent, as the processors of transformers read
+    an image. The image itself stays as it is. Raises PictureError for pixels that cannot be
+    read."""
+    try:
+        if "A" in image.getbands() or image.info.get("transparency") is not None:
+            ground = Image.new("RGBA", image.size, _WHITE)
+            image = Image.alpha_composite(ground, image.convert("RGBA"))
+        return _to_rgb(image)
+    except Exception as error:  # a lazy image reads its file now
+        raise PictureError(
+            f"its pixels cannot be read ({type(error).__name__}: {str(error)[:120]})"
+        ) from error
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
     rgb = image.convert("RGB")
     # A copy of an image has what its file says about it; pixels are all that is wanted.
     rgb.info = {}

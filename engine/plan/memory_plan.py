@@ -25,6 +25,7 @@ from ..cache.group_spec import CacheGroups, StateBytes, num_state_slots
 from ..config.engine_config import SchedulerConfig
 from ..models.checkpoint.tensor_shapes import EXPERTS_DOWN, EXPERTS_GATE_UP
 from ..models.model_spec import ModelSpec
+from ..models.vision.vision_shapes import encoder_bytes
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -120,7 +121,8 @@ def activation_bytes(spec: ModelSpec, dtype: str) -> int:
     """Estimate the bytes that a step of the default size needs for activations, that is, without
     weights, KV pool and states. Each token of the step needs two hidden states, two rows of the
     MLP, and the inputs and output of attention (or of a layer with a state, if these are larger).
-    Each request of the step needs two float32 rows over the vocabulary."""
+    Each request of the step needs two float32 rows over the vocabulary. A step may also encode the
+    largest picture."""
     step = SchedulerConfig()
     mixer = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     if (state := spec.state) is not None:
@@ -128,7 +130,9 @@ def activation_bytes(spec: ModelSpec, dtype: str) -> int:
         mixer = max(mixer, state.in_size + state.conv_channels + 2 * state.inner_size)
     row = 2 * spec.hidden_size + mixer + 2 * spec.widest_mlp
     logits = 2 * step.max_num_seqs * spec.vocab_size * DTYPE_BYTES["float32"]
-    return step.max_num_batched_tokens * row * DTYPE_BYTES[dtype] + logits
+    size = DTYPE_BYTES[dtype]
+    pictures = 0 if spec.vision is None else encoder_bytes(spec.vision, size)
+    return step.max_num_batched_tokens * row * size + logits + pictures
 
 
 def running_state_bytes(

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 
 class Adapter(NamedTuple):
-    """An adapter that is loaded under a name. Its blocks are named by the fingerprint alone, so one
-    name never finds the blocks of its predecessor, and equal adapters share theirs."""
+    """An adapter that is loaded under a name. The keys of its blocks have the fingerprint alone, so
+    one name never finds the blocks of its predecessor, and equal adapters share theirs."""
 
     name: str
     fingerprint: bytes  # 32 bytes: everything in the adapter that can change a token

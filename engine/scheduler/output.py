@@ -75,8 +75,8 @@ class OutputWriter:
                 token_ids = token_ids[:count]
                 break
         self.num_more += len(token_ids) - 1
-        # Named before the blocks are released, in case the request has ended.
-        self._states.context.manager.name_accepted(request)
+        # Cached before the blocks are released, in case the request has ended.
+        self._states.context.manager.cache_accepted(request)
         return self._output_of(request, token_ids, status, now)
 
     def _output_of(

@@ -242,7 +242,7 @@ class Pins:
         most, due = TIER_SECONDS, None
         if seconds is not None:
             most, due = min(max(PIN_SECONDS, 2 * seconds), MOST_TIER_SECONDS), _due(seconds)
-        self._retention.turn_ended(request.job, self._manager.names.of_request(request), most, due)
+        self._retention.turn_ended(request.job, self._manager.keys.of_request(request), most, due)
 
     def _seconds(self, job: Job, tool: str) -> float | None:
         """Return the expected seconds of a tool; None if the estimator returns no finite number."""

@@ -4,7 +4,7 @@
 A request with a *blocking* load waits: it holds its blocks, is in no queue and computes nothing.
 The connector's report of the load ends this state in one of these ways:
 
-    some or all tokens came   they count as computed and are named; it goes on with its blocks
+    some or all tokens came   they count as computed and are cached; it goes on with its blocks
     no token came             it releases its blocks, and will compute without asking again
     a window lacks a block    it releases its blocks, and asks for a shorter hit
     its load was cancelled    it was preempted; it releases its blocks and may load again
@@ -18,7 +18,7 @@ the load fills its blocks from the end backwards:
 
 Every token attends to all tokens before it, so the loaded blocks become usable only when the
 computed tokens reach them. At that moment `num_computed_tokens` jumps to the end of the loaded
-blocks, and the blocks get their names. Before, the request computes only tokens before the load."""
+blocks, and the blocks are cached. Before, the request computes only tokens before the load."""
 
 from __future__ import annotations
 

@@ -253,10 +253,10 @@ class RequestStates:
         return True
 
     def drop_blocks(self, request: Request, cause: str) -> None:
-        """Remove the names of a request's blocks in pool and tiers, because one of the blocks may
-        be wrong. No lookup finds the blocks then. `cause` labels them in the connector's
+        """Drop a request's blocks from the pool's cache and the tiers, because one of them may be
+        wrong. No lookup finds the blocks then. `cause` labels them in the connector's
         statistics."""
-        keys = self.context.manager.drop_names(request)
+        keys = self.context.manager.uncache_request(request)
         if keys:
             self.context.connector.invalidate_blocks(keys, cause)
 
@@ -273,7 +273,7 @@ class RequestStates:
         context.counts[f"ended_{status.finish_reason}"] += 1
         context.observer.decision(request, Decision.FINISHED, status.finish_reason or "")
         if request.hands_over and was_running and request.num_output_tokens == 1:
-            context.manager.name_tail(request)
+            context.manager.cache_tail(request)
         context.connector.request_finished(request_id)
         self.awaiting_grammar.pop(request, None)
         if self.num_forking:
@@ -288,7 +288,7 @@ class RequestStates:
         if request.continues is not None:
             self.kept.remove_heir(request)
             request.continues = None
-        # States are not kept with blocks; a successor finds both by name.
+        # States are not kept with blocks; a successor finds both by key.
         keeps = request.keeps_blocks and context.manager.states is None
         is_pinned = keeps and was_running and status in _ENDED_WELL
         if is_pinned:

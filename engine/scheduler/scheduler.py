@@ -100,7 +100,7 @@ class Scheduler:
         self.manager = manager
         self.eos_token_ids = eos_token_ids
         self._observer = GuardedObservers(observers) if observers else None
-        if self._observer is not None and self._observer.hears_names:
+        if self._observer is not None and self._observer.hears_keys:
             manager.pool.observer = self._observer
         self.connector = NullConnector() if connector is None else connector
         if (stores_ahead := self.connector.stores_ahead) is not None:
@@ -453,8 +453,7 @@ class Scheduler:
     ) -> list[TokenOutput]:
         """Process an exception of the worker in a step. The requests of this step and of all later
         steps in flight end with an error. The later steps will not come back. The blocks of these
-        steps lose their names. Other requests continue, and loads in flight are reported as
-        usual."""
+        steps are uncached. Other requests continue, and loads in flight are reported as usual."""
         landed = self._land(scheduler_output)._replace(output=scheduler_output)
         failed = [landed, *self._in_flight]
         self._in_flight.clear()
@@ -510,7 +509,7 @@ class Scheduler:
         return outputs
 
     def reset_prefix_cache(self, reset_tiers: bool) -> bool:
-        """Remove all block names in the pool and, if asked, all blocks of the tiers. While a
+        """Uncache all blocks of the pool and, if asked, drop all blocks of the tiers. While a
         request holds blocks, return False and change nothing."""
         pool = self.manager.pool
         if pool.num_held > pool.num_reclaimable:
@@ -544,6 +543,7 @@ class Scheduler:
             "num_pinned": 0 if pins is None else len(pins),
             "pinned_blocks": 0 if pins is None else pins.num_blocks,
             **checkpoints,
+            **({} if self._pictures is None else self._pictures.stats()),
             **self._context.counts,
         }
 
@@ -567,8 +567,8 @@ class Scheduler:
         request.num_placeholders -= 1
         num_tokens = request.num_tokens
         if num_tokens % self.manager.block_size == 0 and request.status is RequestStatus.RUNNING:
-            # The later step could not name the block.
-            self.manager.name_blocks(request, min(num_tokens, request.num_computed_tokens))
+            # The later step could not cache the block.
+            self.manager.cache_scheduled(request, min(num_tokens, request.num_computed_tokens))
 
     def _take_reports(
         self, worker_output: ConnectorWorkerOutput | None, now: float

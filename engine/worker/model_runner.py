@@ -149,20 +149,22 @@ class ModelRunner:
             models.allow_adapters(num_adapter_slots, max_lora_rank)
             if num_blocks is None:
                 sizer = open_sizer(placement)
-                self.model, draft_model = models.load_models(max_model_len)
+                loaded = models.load_models(max_model_len)
                 num_blocks = sizer.blocks(
-                    self.model,
+                    loaded.model,
                     demand,
                     max_model_len=max_model_len if is_length_asked else MIN_CONTEXT,
                     max_tokens=max_num_batched_tokens,
                     max_requests=max_num_seqs,
                     most_drafts=most_drafts,
+                    encoder=loaded.encoder,
                 )
                 if not is_length_asked:
                     max_model_len = context_that_fits(demand, num_blocks, max_model_len)
             else:
                 check_pool_size(demand, num_blocks, max_model_len, on_host=device.type == "cpu")
-                self.model, draft_model = models.load_models(max_model_len)
+                loaded = models.load_models(max_model_len)
+            self.model = loaded.model
             self.groups = groups
             self.pool = KvPool(
                 groups.layout, groups.num_pages(num_blocks), device, kernel_block_size
@@ -189,9 +191,9 @@ class ModelRunner:
             if self.model.slots is not None:
                 self._adapters = AdapterSlots(self.model.slots, spec, compute, max_lora_rank)
             self._forward = make(self.model, pages, max_tokens=max_num_batched_tokens)
-            if draft_model is not None:
+            if loaded.draft is not None:
                 proposer = make_drafter(
-                    draft_model,
+                    loaded.draft,
                     make,
                     self.batch,
                     self.pool.pages_of_draft(groups),
@@ -209,10 +211,9 @@ class ModelRunner:
                 self._experts = RoutedExpertsCollector(chosen, number, max_model_len)
             self._pooling = PoolingCollector()
             self._prompt_embeds = PromptEmbeds(spec.hidden_size)
-            encoder = models.load_vision_encoder()
             self._pictures = None
-            if encoder is not None:
-                self._pictures = PictureInputs(encoder, spec, device)
+            if loaded.encoder is not None:
+                self._pictures = PictureInputs(loaded.encoder, spec, device)
             self._last_failed_id = 0
             self._due: BegunStep | None = None  # sampled; its tokens are not collected yet
             self._connector = NullConnectorWorker() if connector is None else connector

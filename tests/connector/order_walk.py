@@ -44,10 +44,10 @@ class Role(StrEnum):
 
     REST = "-"
     READ = "r"  # the pass attends to it
-    WRITE = "w"  # the pass writes it; evicted before, if it had a name
-    LOAD = "l"  # a parked request gets it; evicted before, if it had a name
+    WRITE = "w"  # the pass writes it; evicted before, if it had a key
+    LOAD = "l"  # a parked request gets it; evicted before, if it had a key
     COLD = "c"  # offered to be stored ahead of need
-    DROP = "d"  # loses its name without being evicted, then the pass writes it
+    DROP = "d"  # loses its key without being evicted, then the pass writes it
 
 
 Step = Sequence[Role]
@@ -92,7 +92,7 @@ class Walk:
         self.worker.register_pool(torch.empty(0))
         # All blocks were computed by a pass that may still run.
         device.compute((), range(num_blocks))
-        self.names: list[bytes | None] = [digest("first", i) for i in range(num_blocks)]
+        self.digests: list[bytes | None] = [digest("first", i) for i in range(num_blocks)]
         self.offered = [False] * num_blocks
         self.loading: dict[str, Asks] = {}
         self.loads = 0
@@ -101,8 +101,8 @@ class Walk:
         self.reported: list[int] = []
         self.failed: set[int] = set()
 
-    def step(self, roles: Step, *, name: Callable[[int], bytes] | None = None) -> None:
-        """One step of an engine; `name` gives written blocks their names."""
+    def step(self, roles: Step, *, content: Callable[[int], bytes] | None = None) -> None:
+        """One step of an engine; `content` gives written blocks their digests."""
         at: dict[Role, list[int]] = {role: [] for role in Role}
         for block in self._free():
             at[roles[block]].append(block)
@@ -110,9 +110,9 @@ class Walk:
         if at[Role.DROP]:
             dropped = []
             for block in at[Role.DROP]:
-                if (old := self.names[block]) is not None:
+                if (old := self.digests[block]) is not None:
                     dropped.append(EvictedBlock(block, old + GROUP))
-                self.names[block] = None
+                self.digests[block] = None
             self.side.stores_ahead.names_dropped(dropped)
         for block in [*at[Role.WRITE], *at[Role.LOAD]]:
             self._evict(block, evicted)
@@ -128,7 +128,8 @@ class Walk:
             self.worker.wait_before_forward()
             self.device.compute(at[Role.READ], writes)
             for block in writes:
-                self.names[block] = name(block) if name else digest(f"at {len(self.given)}", block)
+                fresh = digest(f"at {len(self.given)}", block)
+                self.digests[block] = content(block) if content else fresh
                 self.offered[block] = False
             self.device.let_time_pass()
         self._poll()
@@ -148,7 +149,7 @@ class Walk:
         """Everything ends, and nothing is left anywhere."""
         for _ in range(4):
             self.device.close(0.0)
-            self.step([Role.REST] * len(self.names))
+            self.step([Role.REST] * len(self.digests))
         assert not self.loading
         assert sorted(self.reported) == sorted(self.given), "each job is reported once"
         stats = self.slab.stats()
@@ -166,22 +167,22 @@ class Walk:
 
     def _free(self) -> list[int]:
         taken = {asks.block_id for asks in self.loading.values()}
-        return [block for block in range(len(self.names)) if block not in taken]
+        return [block for block in range(len(self.digests)) if block not in taken]
 
     def _evict(self, block: int, evicted: list[EvictedBlock]) -> None:
-        name = self.names[block]
-        if name is not None:
-            evicted.append(EvictedBlock(block, name + GROUP))
-        self.names[block] = None
+        found = self.digests[block]
+        if found is not None:
+            evicted.append(EvictedBlock(block, found + GROUP))
+        self.digests[block] = None
         self.offered[block] = False
 
     def _cold(self, blocks: Sequence[int]) -> list[EvictedBlock]:
         cold = []
         for block in blocks[: self.side.stores_ahead.num_wanted_ahead()]:
-            name = self.names[block]
-            if name is not None and not self.offered[block]:
+            found = self.digests[block]
+            if found is not None and not self.offered[block]:
                 self.offered[block] = True
-                cold.append(EvictedBlock(block, name + GROUP))
+                cold.append(EvictedBlock(block, found + GROUP))
         return cold
 
     def _load(self, block: int) -> None:
@@ -203,7 +204,7 @@ class Walk:
         for report in self.side.update_from_worker(output):
             asks = self.loading.pop(report.request_id)
             if report.num_loaded_tokens:
-                self.names[asks.block_id] = asks.block_hashes[0]
+                self.digests[asks.block_id] = asks.block_hashes[0]
 
 
 class Explorer:

@@ -67,10 +67,10 @@ class Engine:
         self.worker.wait_before_forward()
         return self.scheduler.update_from_worker(self.worker.poll())
 
-    def load(self, names: list[bytes], block_ids: list[int]) -> LoadReport:
-        request = FakeRequest("r", names)
+    def load(self, hashes: list[bytes], block_ids: list[int]) -> LoadReport:
+        request = FakeRequest("r", hashes)
         match = self.scheduler.get_matched_tokens(request, 0)
-        assert match.tokens == len(names) * LAYOUT.block_size
+        assert match.tokens == len(hashes) * LAYOUT.block_size
         self.scheduler.begin_load(request, [block_ids], match.tokens, overlapped=False)
         deadline = time.monotonic() + WAIT_SECONDS
         while not (reports := self.step()):
@@ -96,10 +96,10 @@ class Engine:
 
 
 def test_blocks_come_back_from_the_disk_after_a_restart(tmp_path: Path) -> None:
-    names = digests(NUM_BLOCKS)
+    hashes = digests(NUM_BLOCKS)
     first = Engine(tmp_path, slots=32)
     wanted = first.pool.view(torch.uint8).clone()
-    out = [EvictedBlock(i, names[i] + b"\0\0") for i in range(NUM_BLOCKS)]
+    out = [EvictedBlock(i, hashes[i] + b"\0\0") for i in range(NUM_BLOCKS)]
     first.step(out[:10])
     # The others are still in the pool when the engine goes down.
     first.step(out[10:])
@@ -107,12 +107,12 @@ def test_blocks_come_back_from_the_disk_after_a_restart(tmp_path: Path) -> None:
 
     second = Engine(tmp_path, slots=32)
     order = list(range(NUM_BLOCKS - 1, -1, -1))
-    report = second.load(names, order)
+    report = second.load(hashes, order)
     assert report.num_loaded_tokens == NUM_BLOCKS * LAYOUT.block_size
     assert report.tokens_by_tier == {"ssd": NUM_BLOCKS * LAYOUT.block_size}
     assert torch.equal(second.pool.view(torch.uint8)[order], wanted)
     second.pool.zero_()
-    assert set(second.load(names, order).tokens_by_tier) == {"cpu"}
+    assert set(second.load(hashes, order).tokens_by_tier) == {"cpu"}
     assert torch.equal(second.pool.view(torch.uint8)[order], wanted)
     second.shutdown()
 
@@ -122,9 +122,9 @@ def test_a_slab_much_smaller_than_what_passes_through_loses_nothing(tmp_path: Pa
     kept: dict[bytes, torch.Tensor] = {}
     for turn in range(12):
         engine.pool.copy_(torch.randn(engine.pool.shape))
-        names = [bytes([turn, i]) * 16 for i in range(4)]
-        kept.update({name: engine.pool[i].clone() for i, name in enumerate(names)})
-        engine.step([EvictedBlock(i, name + b"\0\0") for i, name in enumerate(names)])
+        hashes = [bytes([turn, i]) * 16 for i in range(4)]
+        kept.update({digest: engine.pool[i].clone() for i, digest in enumerate(hashes)})
+        engine.step([EvictedBlock(i, digest + b"\0\0") for i, digest in enumerate(hashes)])
         engine.let_the_disk_keep_up()
     stats = engine.scheduler.stats()["tiers"]
     assert stats["cpu"]["dropped_stores"] == 0
@@ -161,34 +161,34 @@ def test_a_queued_prompt_reaches_the_policy_of_the_disk(tmp_path: Path, policy: 
     )
     scheduler, worker = build_offload(LAYOUT, settings, namespace=b"test")
     (store,) = scheduler._hierarchy.stores
-    names = digests(3)
-    scheduler.request_queued(FakeRequest("r", names))
+    hashes = digests(3)
+    scheduler.request_queued(FakeRequest("r", hashes))
     assert store.learns == scheduler._hierarchy.learns == (policy == "adaptive")
     chosen = store.inner.opened._state.index._policy  # type: ignore[attr-defined]
     if policy == "lru":
         assert chosen is None
     else:
-        assert [key[:32] for key in chosen._history.blocks] == names
+        assert [key[:32] for key in chosen._history.blocks] == hashes
     worker.shutdown()
     scheduler.shutdown(WAIT_SECONDS)
 
 
 def test_a_damaged_record_is_a_failed_load_and_is_forgotten(tmp_path: Path) -> None:
-    names = digests(4)
+    hashes = digests(4)
     first = Engine(tmp_path, slots=8)
     pages = first.pool.clone()
-    first.step([EvictedBlock(i, names[i] + b"\0\0") for i in range(4)])
+    first.step([EvictedBlock(i, hashes[i] + b"\0\0") for i in range(4)])
     first.shutdown()
     assert damage(tmp_path, pages[2]) == 1
 
     second = Engine(tmp_path, slots=8)
-    report = second.load(names, [0, 1, 2, 3])
+    report = second.load(hashes, [0, 1, 2, 3])
     assert report.num_loaded_tokens == 2 * LAYOUT.block_size
     assert torch.equal(second.pool[:2].view(torch.uint8), pages[:2].view(torch.uint8))
     stats = second.scheduler.stats()
     assert stats["failures"] == {"partial": 1}
     assert stats["tiers"]["ssd"]["rejected"] == {"checksum": 1}
-    other = FakeRequest("other", names)
+    other = FakeRequest("other", hashes)
     assert second.scheduler.get_matched_tokens(other, 0).tokens == 2 * LAYOUT.block_size
     second.shutdown()
 

@@ -44,7 +44,7 @@ RUNS = {"ci": 100, "long": 20_000}
 
 
 def page_of(digest: bytes) -> np.ndarray:
-    """The oracle: what a block of this name holds."""
+    """The oracle: what a block of this digest holds."""
     return np.frombuffer(hashlib.sha256(digest).digest() * 2, np.uint8)
 
 
@@ -95,7 +95,7 @@ class FakeRequest:
 
 
 class FakeEngine:
-    """Blocks of the pool: used by one request each, or free, with or without a name."""
+    """Blocks of the pool: used by one request each, or free, with or without a key."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -162,12 +162,12 @@ class FakeEngine:
 
     def _admit(self, request: FakeRequest) -> bool:
         """True if the request is running or loading now, False if it must wait."""
-        by_name = {name: block_id for block_id, name in self.free.items() if name is not None}
+        by_digest = {found: block_id for block_id, found in self.free.items() if found is not None}
         local = []
         for digest in request.block_hashes[: (request.num_tokens - 1) // LAYOUT.block_size]:
-            if digest not in by_name:
+            if digest not in by_digest:
                 break
-            local.append(by_name[digest])
+            local.append(by_digest[digest])
         asked = 0
         if not request.load_failed:
             match = self.scheduler.get_matched_tokens(request, len(local) * LAYOUT.block_size)
@@ -192,9 +192,9 @@ class FakeEngine:
         return True
 
     def _allocate(self) -> int:
-        block_id, name = self.free.popitem(last=False)
-        if name is not None:
-            self.evicted.append(EvictedBlock(block_id, name + b"\0\0"))
+        block_id, digest = self.free.popitem(last=False)
+        if digest is not None:
+            self.evicted.append(EvictedBlock(block_id, digest + b"\0\0"))
         return block_id
 
     def _start(self, request: FakeRequest) -> None:
@@ -223,7 +223,7 @@ class FakeEngine:
             self._start(request)
 
     def _release(self, request: FakeRequest, keep: bool) -> None:
-        """Tail first, with the names of what was computed; a name is held by one block only."""
+        """Tail first, with the digests of what was computed; a digest is held by one block only."""
         held = set(self.free.values())
         pairs = list(zip(request.block_ids, request.block_hashes, strict=True))
         for block_id, digest in reversed(pairs):
@@ -253,7 +253,7 @@ class FakeEngine:
 
     def shut_down(self) -> None:
         """As an engine does it: what is in the pool goes to the tiers."""
-        resident = [EvictedBlock(i, name + b"\0\0") for i, name in self.free.items() if name]
+        resident = [EvictedBlock(i, digest + b"\0\0") for i, digest in self.free.items() if digest]
         self.worker.start_step(self.scheduler.build_meta(resident))
         self.worker.wait_before_forward()
         self.scheduler.update_from_worker(self.worker.poll())
@@ -266,10 +266,10 @@ class FakeEngine:
 def random_request(rng: random.Random, number: int, documents: list[list[bytes]]) -> FakeRequest:
     """A leading part of a shared document, mostly with a block of its own at the end."""
     document = rng.choice(documents)
-    names = document[: rng.randint(1, len(document))]
+    hashes = document[: rng.randint(1, len(document))]
     if rng.random() < 0.7:
-        names = [*names, hashlib.sha256(b"own %d" % number).digest()]
-    return FakeRequest(f"r{number}", names)
+        hashes = [*hashes, hashlib.sha256(b"own %d" % number).digest()]
+    return FakeRequest(f"r{number}", hashes)
 
 
 def run(seed: int) -> Counter[str]:

@@ -305,7 +305,7 @@ def test_a_block_that_goes_while_it_is_stored_is_waited_for(rig: Rig) -> None:
     output = ConnectorWorkerOutput(finished_stores=[job_id, job_id + 1])
     rig.side.update_from_worker(output)
     found = rig.slab.lookup([pack_key(digest(number)) for number in (1, 2)])
-    assert found == [Answer.MISS, Answer.HIT], "what lost its name is not kept"
+    assert found == [Answer.MISS, Answer.HIT], "what lost its key is not kept"
 
 
 def test_few_cold_blocks_go_with_what_is_evicted(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

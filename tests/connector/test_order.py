@@ -75,8 +75,8 @@ class IgnoresOvertaken(OffloadWorker):
         super().start_step(dataclasses.replace(meta, overtaken=[]))
 
 
-class ForgetsDroppedNames(OffloadScheduler):
-    """Takes blocks without a name for blocks that nobody copies."""
+class ForgetsUncachedBlocks(OffloadScheduler):
+    """Takes blocks without a key for blocks that nobody copies."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -153,7 +153,7 @@ def test_a_worker_with_a_bug_is_caught(bug: type[OffloadWorker], says: str) -> N
 
 def test_a_scheduler_side_with_a_bug_is_caught() -> None:
     with pytest.raises(OutOfOrder, match=r"the pass .* began before the end of the store"):
-        explore_walks(one_block(3), scheduler=ForgetsDroppedNames)
+        explore_walks(one_block(3), scheduler=ForgetsUncachedBlocks)
 
 
 def test_random_orders_with_faults(scale: str, seed: int) -> None:
@@ -190,8 +190,8 @@ def walk_at_random(rng: random.Random, seen: dict[str, int]) -> None:
             if rng.random() < 0.1:
                 walk.fail(roles)
             else:
-                # Two blocks of the pool may have the same text, and so the same name.
-                walk.step(roles, name=lambda _block: rng.choice(texts))
+                # Two blocks of the pool may have the same text, and so the same key.
+                walk.step(roles, content=lambda _block: rng.choice(texts))
             stores |= walk.worker._stores
             seen["ahead"] += len(walk.worker._ahead)
         walk.end()

@@ -134,11 +134,11 @@ def serve() -> None:
 
 
 class FakeRequest:
-    def __init__(self, names: list[bytes]) -> None:
+    def __init__(self, hashes: list[bytes]) -> None:
         self.request_id = "r"
-        self.block_hashes = names
+        self.block_hashes = hashes
         self.tail_hash = None
-        self.num_tokens = LAYOUT.block_size * len(names) + 1
+        self.num_tokens = LAYOUT.block_size * len(hashes) + 1
 
 
 @pytest.mark.parametrize("with_ssd", [False, True])
@@ -155,7 +155,7 @@ def test_blocks_go_out_and_come_back(with_ssd: bool, tmp_path: Path) -> None:
     woken = threading.Event()
     side.set_wakeup(woken.set)
     worker = RemoteWorker(description, side.note_ended)
-    names = [bytes([number]) * 32 for number in range(4)]
+    hashes = [bytes([number]) * 32 for number in range(4)]
 
     def step(evicted: list[EvictedBlock]) -> Any:
         worker.call("start_step", side.build_meta(evicted))
@@ -170,12 +170,12 @@ def test_blocks_go_out_and_come_back(with_ssd: bool, tmp_path: Path) -> None:
             assert woken.wait(deadline - time.monotonic()), "no wake-up came"
             woken.clear()
 
-    step([EvictedBlock(number, names[number] + b"\0\0") for number in range(4)])
+    step([EvictedBlock(number, hashes[number] + b"\0\0") for number in range(4)])
     while side.stats()["stores_in_flight"]:
         wait()
         assert step([]) == []
     worker.call("wipe")
-    asks = FakeRequest(names)
+    asks = FakeRequest(hashes)
     match = side.get_matched_tokens(asks, 0)
     assert match.tokens == 16
     side.begin_load(asks, [[7, 6, 5, 4]], 16, overlapped=False)

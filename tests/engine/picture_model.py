@@ -18,18 +18,24 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText
 
-from stratakv.engine.api.picture_reader import load_processor
 from stratakv.engine.models.spec.spec_parser import load_model_spec
-from stratakv.engine.pictures.picture_processor import (
+from stratakv.engine.pictures.processors.known_processors import load_processor
+from stratakv.engine.pictures.processors.picture_processor import (
     PictureProcessor,
     expand_placeholders,
     place_items,
 )
 from stratakv.engine.request.pictures import Picture
 
-from . import qwen_pictures, smolvlm_pictures
+from . import idefics3_pictures, qwen_pictures, smolvlm_pictures, windowed_qwen_pictures
 
-FAMILIES: dict[str, ModuleType] = {"smolvlm": smolvlm_pictures, "qwen3_vl": qwen_pictures}
+FAMILIES: dict[str, ModuleType] = {
+    "smolvlm": smolvlm_pictures,
+    "idefics3": idefics3_pictures,
+    "qwen2_5_vl": windowed_qwen_pictures,
+    "qwen3_vl": qwen_pictures,
+}
+KINDS = ("smolvlm", "qwen2_5_vl", "qwen3_vl")  # one family for each kind of encoder
 Part = str | Image.Image
 
 
@@ -94,7 +100,7 @@ class PictureModel:
 
     def prompt_of(self, parts: Sequence[Part]) -> tuple[list[int], list[Picture]]:
         """The tokens of a chat of one message, and its pictures with their places."""
-        shown = self._chat(parts, [self._shown] * len(parts))
+        shown = self._chat(parts, [self.family.SHOWN] * len(parts))
         pictures = [
             self.processor.process_picture(part) for part in parts if not isinstance(part, str)
         ]
@@ -119,13 +125,6 @@ class PictureModel:
             out = self.reference(input_ids=last, past_key_values=out.past_key_values)
             answer.append(int(out.logits[0, -1].argmax()))
         return answer, prompt.shape[1]
-
-    @property
-    def _shown(self) -> str:
-        """The text that the template writes for a picture."""
-        if self.family is qwen_pictures:
-            return f"{qwen_pictures.BEGIN}{self.placeholder}{qwen_pictures.END}"
-        return self.placeholder
 
     def _chat(self, parts: Sequence[Part], texts: Sequence[str]) -> str:
         of_pictures = iter(texts)

@@ -16,6 +16,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 PLACEHOLDER, BEGIN, END = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
 VIDEO = "<|video_pad|>"
+SHOWN = BEGIN + PLACEHOLDER + END  # the text that the template writes for a picture
 SPECIAL = ["<s>", "</s>", PLACEHOLDER, BEGIN, END, VIDEO]
 PATCH, MERGE = 8, 2
 PROCESSOR: dict[str, Any] = {

@@ -16,6 +16,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 PLACEHOLDER, AROUND, WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
+SHOWN = PLACEHOLDER  # the text that the template writes for a picture
 SPECIAL = [
     "<s>", "</s>", PLACEHOLDER, AROUND, WHOLE, "<end_of_utterance>",
     *(f"<row_{r}_col_{c}>" for r in range(1, 5) for c in range(1, 5)),
@@ -64,7 +65,13 @@ def load_their_processor() -> SmolVLMImageProcessorPil:
 
 def process(pictures: Sequence[Image.Image]) -> tuple[dict[str, torch.Tensor], list[str]]:
     """The inputs that transformers makes of the pictures, and their texts in the prompt."""
-    made = load_their_processor()([list(pictures)], return_tensors="pt", return_row_col_info=True)
+    return process_tiles(load_their_processor(), pictures)
+
+
+def process_tiles(
+    processor: Any, pictures: Sequence[Image.Image]
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    made = processor([list(pictures)], return_tensors="pt", return_row_col_info=True)
     texts = [
         get_image_prompt_string(rows, columns, TOKENS_OF_TILE, AROUND, PLACEHOLDER, WHOLE)
         for rows, columns in zip(made["rows"][0], made["cols"][0], strict=True)

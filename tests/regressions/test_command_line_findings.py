@@ -59,7 +59,10 @@ def test_u09_sizes_are_said_in_units(
         ("--spec-token-tree x", ["--spec-token-tree", "not built here"]),
         ("--tool-parser-plugin a.py", ["not built here", "see --tool-call-parser"]),
         ("--no-enable-log-requests", ["--no-enable-log-requests", "not built here", "--log-level"]),
-        ("--limit-mm-per-prompt {}", ["not built here: models read text only"]),
+        (
+            "--limit-mm-per-prompt {}",
+            ["not built here: chats take 16 pictures", "see --media-domain"],
+        ),
     ],
 )
 def test_u09_options_that_are_not_built_are_called_that(

@@ -37,7 +37,7 @@ from stratakv.engine.scheduler.output import SchedulerOutput
 from stratakv.engine.scheduler.speculation import Speculation
 
 from .clock import VirtualClock
-from .cluster_node import MAX_MODEL_LEN, Asked, Node, name_blocks
+from .cluster_node import MAX_MODEL_LEN, Asked, Node, note_contents
 from .prompt_parts import PromptParts
 from .shared_store import Server
 from .sim_core import SESSION_IDLE_SECONDS
@@ -111,7 +111,7 @@ class Cluster:
         self._forks_rate = 0.0 if is_plain else more.choice([0.0, 0.3, 0.3])
         self._most_drafts = 0 if is_plain else more.choice([0, 0, 2, 5])
         self.wrong: list[str] = []
-        self.names: dict[bytes, list[int]] = {}
+        self.contents: dict[bytes, list[int]] = {}
         self.is_faulty = rng.random() < 0.8
         self.pass_seconds = rng.choice([0.0005, 0.003])
         self._step_faults = rng.choice([0.0, 0.01]) if self.is_faulty else 0.0
@@ -276,7 +276,7 @@ class Cluster:
         rng = self.rng
         text = rng.choice(self._documents)[: rng.randint(1, MAX_MODEL_LEN - 6)]
         text = text + [rng.randint(1, 49) for _ in range(rng.choice([0, 0, 1, 3]))]
-        name_blocks(self.names, text)
+        note_contents(self.contents, text)
         asked = Asked(f"r{len(self._asked)}", text, rng.randint(1, 6), rng.choice([1, 1, 1, 3]))
         self._asked.append(asked)
         luck = self.more.random()

@@ -62,7 +62,7 @@ class Node:
             self.store,
             clock,
             rng,
-            cluster.names,
+            cluster.contents,
             MAX_MODEL_LEN,
             fault_rate=fault_rate,
             pass_seconds=cluster.pass_seconds,
@@ -99,11 +99,11 @@ class Node:
             since = self.held_since.pop(output.request_id, now)
             asked = self.asked[output.request_id]
             promised = self._server.promised
-            keys = name_blocks({}, asked.prompt)
-            named = keys if asked.hand_over_tokens == 1 else keys[: len(asked.prompt) // SIZE]
+            keys = note_contents({}, asked.prompt)
+            needed = keys if asked.hand_over_tokens == 1 else keys[: len(asked.prompt) // SIZE]
             kept_now = {key[:32] for key, moment in promised.items() if moment >= since}
             # Where a lease is not answered in time, what was stored and answered counts.
-            kept += kept_now.union(self.store.believed).issuperset(named)
+            kept += kept_now.union(self.store.believed).issuperset(needed)
         assert kept >= len(released) - incomplete, "an answer was released too early"
         for request_id in held._held:
             since = self.held_since.setdefault(request_id, now)
@@ -175,12 +175,12 @@ class Asked:
         return reference(self.prompt, self.count, MAX_MODEL_LEN, seed=self.seed)
 
 
-def name_blocks(names: dict[bytes, list[int]], prompt: list[int]) -> list[bytes]:
+def note_contents(contents: dict[bytes, list[int]], prompt: list[int]) -> list[bytes]:
     """The digests of a prompt's blocks, and what each of them holds."""
-    request = Request("names", prompt, NO_WISHES, block_hasher=HASHER)
+    request = Request("digests", prompt, NO_WISHES, block_hasher=HASHER)
     digests, numbers = list(request.block_hashes), fingerprint(prompt)
     if tail := request.prompt_tail_hash():
         digests.append(tail)
     for index, digest in enumerate(digests):
-        names[digest[:32]] = numbers[index * SIZE : (index + 1) * SIZE]
+        contents[digest[:32]] = numbers[index * SIZE : (index + 1) * SIZE]
     return [digest[:32] for digest in digests]

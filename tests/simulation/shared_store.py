@@ -144,7 +144,7 @@ class ClientStore(SimStore):
         new = [key for key in keys if self._known_of(key) is None and key not in self._asked]
         if not new:
             return None
-        self._known -= set(new)  # what it keeps are names that it was told of
+        self._known -= set(new)  # what it keeps are keys that it was told of
         asked = super().prefetch_lookup(new)
         if asked is not None:
             asked.add_done_callback(lambda over: over.exception(0) or self._look(new))

@@ -110,7 +110,7 @@ class SimCore(EngineCore):
         store: StoreTier,
         clock: VirtualClock,
         rng: random.Random,
-        names: dict[bytes, list[int]],
+        contents: dict[bytes, list[int]],
         max_model_len: int,
         *,
         fault_rate: float,
@@ -164,7 +164,7 @@ class SimCore(EngineCore):
             speculation=speculation,
             drafts=more,
         )
-        self.engine.names = names
+        self.engine.contents = contents
         self.scheduler = self.engine.scheduler
         self._connector = side
         self.simulated = SimExecutor(self.engine, fails, spoils)

@@ -101,13 +101,13 @@ def test_the_same_seed_gives_the_same_trace(seed: int) -> None:
     assert len(set(hashes)) == len(hashes)
 
 
-def name_too_early(self: Scheduler, held: Set[str]) -> SchedulerOutput:
-    """The end of a prompt has its name before it was computed."""
+def cache_too_early(self: Scheduler, held: Set[str]) -> SchedulerOutput:
+    """The end of a prompt is cached before it was computed."""
     for request in self._states.running:
         if request.hands_over and request.num_computed_tokens < request.num_prompt_tokens:
             blocks = self.manager.get_block_ids(request.request_id)[0]
             if len(blocks) * self.manager.block_size >= request.num_prompt_tokens:
-                self.manager.name_tail(request)
+                self.manager.cache_tail(request)
     return schedule(self, held)
 
 
@@ -154,7 +154,7 @@ def wait_for_nobody(self: PrefillWaits, offload: RequestOffload, end: End) -> No
 
 
 def write_in_place(self: SharedTails, block: KVCacheBlock) -> bool:
-    """The end of a prompt is overwritten under its name by the last request that holds it."""
+    """The end of a prompt is overwritten under its key by the last request that holds it."""
     return block.ref_cnt - (block in self.sources) > 1
 
 
@@ -189,7 +189,7 @@ LIVES_LEFT_ALONE: dict[Callable[..., Any], int] = {write_in_place: 22, keep_all_
 @pytest.mark.parametrize(
     ("part", "name", "bug", "found"),
     [
-        (Scheduler, "schedule", name_too_early, "was given wrong bytes"),
+        (Scheduler, "schedule", cache_too_early, "was given wrong bytes"),
         (Hierarchy, "lease", ask_nobody, "was released too early"),
         (HeldAnswers, "release_answers", release_what_is_given, "was released too early"),
         (HeldAnswers, "drop_answer", hold_for_ever, "that nobody waits for"),
@@ -197,7 +197,7 @@ LIVES_LEFT_ALONE: dict[Callable[..., Any], int] = {write_in_place: 22, keep_all_
         (OffloadScheduler, "get_matched_tokens", take_for_whole, ""),
         (WaitLimit, "decide_end", wait_for_all, "is awaited too long"),
         (PrefillWaits, "end_wait", wait_for_nobody, "awaits what nobody wants"),
-        (SharedTails, "_is_shared", write_in_place, "a name is left of a block"),
+        (SharedTails, "_is_shared", write_in_place, "a key is left of a block"),
         (KeptBlocks, "remove_heir", keep_for_ever, "kept for nobody"),
         (PromptSessions, "_give_up_requests", give_nothing_back, "kept for nobody"),
         (PromptSessions, "end_idle", wait_for_parts, "waits for ever"),

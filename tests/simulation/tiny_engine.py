@@ -162,11 +162,11 @@ class TinyEngine(Engine):
         self._to_spoil = request_id
 
     def may_hold(self, key: bytes, page: bytes) -> bool:
-        """Whether these may be the bytes of a block of this name, wherever it lies. Behind the end
+        """Whether these may be the bytes of a block of this key, wherever it lies. Behind the end
         of a prompt anything may stand."""
-        assert key[:32] in self.names, "a block has the name of what was never computed"
+        assert key[:32] in self.contents, "a block has the key of what was never computed"
         group = int.from_bytes(key[32:34], "little")
-        right = [salted(state, group) for state in self.names[key[:32]]]
+        right = [salted(state, group) for state in self.contents[key[:32]]]
         found = np.frombuffer(page, np.int64)[: len(right)].tolist()
         pairs = zip(found, right, strict=True)
         return found == right or all(number in (NAN, wish) for number, wish in pairs)
@@ -337,7 +337,7 @@ class TinyEngine(Engine):
         """As of the engine without tiers; NAN for a request that attends to such a number."""
         state = self.states[request_id]
         expected = state.fingerprint()[:end]
-        self.name_blocks(state, end)
+        self.note_contents(state, end)
         sees_nan = False
         for group, held in enumerate(self._held(state.tables, start, end)):
             wishes = [salted(number, group) for number in expected[end - len(held) :]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Golden vectors and rules of the ABI: block names, layouts and record headers.
+"""Golden vectors and rules of the ABI: block keys, layouts and record headers.
 
 If a vector here changes, every block kept anywhere becomes a miss: raise ROOT_VERSION,
 LAYOUT_VERSION or RECORD_VERSION and say so in the change log, never just update the vector.
@@ -111,7 +111,7 @@ def test_sha256_cbor_vector() -> None:
     assert chain_digests_sha256_cbor(bytes(32), [[0, 1]]) == [by_hand]
 
 
-def test_names_are_the_same_in_another_process() -> None:
+def test_keys_are_the_same_in_another_process() -> None:
     code = (
         "from array import array\n"
         "from stratakv.tiers.block import Identity, chain_digests\n"
@@ -173,7 +173,7 @@ def test_random_chains_do_not_collide() -> None:
     assert len(seen) == 500 * 16
 
 
-def test_partial_block_has_no_name() -> None:
+def test_partial_block_has_no_key() -> None:
     assert chain_digests(IDENTITY.root(), ids(*range(15)), 16) == []
     assert len(chain_digests(IDENTITY.root(), ids(*range(31)), 16)) == 1
 

@@ -43,7 +43,7 @@ def fill(slab: CpuSlab, keys: list[bytes]) -> list[int | None]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_names_are_held_as_long_as_some_hold_says(seed: int) -> None:
+def test_keys_are_held_as_long_as_some_hold_says(seed: int) -> None:
     rng = random.Random(seed)
     holds, live, now = Holds(12), list[tuple[Hold, float]](), 0.0
     keys = make_keys(30)

@@ -13,7 +13,7 @@ import hmac
 from collections.abc import Sequence
 
 from ..block import DIGEST_BYTES, cut_keys
-from ..native.openssl import name_maker
+from ..native.openssl import key_hasher
 from .secret_file import SECRET_BYTES
 
 _BLOCK_BYTES = 64  # of SHA-256
@@ -26,7 +26,7 @@ class KeySalt:
         if len(secret) < SECRET_BYTES:
             raise ValueError(f"a server secret has {SECRET_BYTES} bytes or more, not {len(secret)}")
         tenant_key = hmac.digest(secret, tenant.encode(), "sha256")
-        self._maker = name_maker(tenant_key)
+        self._hasher = key_hasher(tenant_key)
         padded = tenant_key.ljust(_BLOCK_BYTES, b"\0")
         # The two key blocks of HMAC are hashed in advance, which halves the work for each key.
         self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
@@ -34,8 +34,8 @@ class KeySalt:
 
     def salt_keys(self, keys: Sequence[bytes]) -> list[bytes]:
         """The 40-byte stored keys of 40-byte keys. The time does not depend on the keys' values."""
-        if self._maker is not None:
-            return cut_keys(self._maker.hmac_keys(b"".join(keys), len(keys)))
+        if self._hasher is not None:
+            return cut_keys(self._hasher.hmac_keys(b"".join(keys), len(keys)))
         inner, outer = self._inner, self._outer
         result = []
         for key in keys:

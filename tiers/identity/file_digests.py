@@ -105,7 +105,7 @@ class _Told:
         if self._progress is not None and now - self._said_at >= QUIET_SECONDS:
             self._said_at = now
             done, total = rough_size(self._done_bytes), rough_size(self.total_bytes)
-            self._progress(f"hashing the weights, which name the model's blocks: {done} of {total}")
+            self._progress(f"hashing the weights, for the keys of blocks: {done} of {total}")
 
 
 def _threads() -> int:
@@ -195,7 +195,7 @@ def _opened(path: Path) -> Iterator[tuple[int, FileState]]:
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"{path} cannot be read ({error.strerror}), and its bytes name the model's blocks; change "
+        f"{path} cannot be read ({error.strerror}), and the keys of blocks depend on it; change "
         "its mode, or copy it from the model again"
     )
 

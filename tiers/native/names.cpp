@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The names of many blocks in one call. OpenSSL does the hashing, by functions that the caller
-// found in the library that Python's hashlib uses.
+// The stored keys of many blocks in one call. OpenSSL does the hashing, by functions that the
+// caller found in the library that Python's hashlib uses.
 #include <stdint.h>
 #include <string.h>
 
@@ -29,9 +29,9 @@ static bool end_hash(const Functions *of, void *context, const void *begun, cons
     return done;
 }
 
-// For each of `count` keys of `size` bytes, DIGEST or more, a name as long: HMAC of the key, then
-// what follows the key's first DIGEST bytes. `inner` and `outer` have taken the two blocks that HMAC
-// makes of its own key, and stay as they are. 0, or 1 where OpenSSL did not do what it should.
+// For each of `count` keys of `size` bytes, DIGEST or more, a stored key as long: HMAC of the key,
+// then what follows the key's first DIGEST bytes. `inner` and `outer` have taken the two blocks
+// that HMAC makes of its own key, and stay as they are. 0, or 1 where OpenSSL failed.
 EXPORTED int64_t stratakv_bytes_names(const Functions *of, const void *inner, const void *outer,
                                       const uint8_t *keys, int64_t count, int64_t size,
                                       uint8_t *names) {

@@ -3,7 +3,7 @@
 the HMACs of many names in one call. For each name, hashlib would copy a hash state four times and
 make four objects.
 
-The functions are looked up by name in the library that hashlib is linked to. `name_maker` returns
+The functions are looked up by name in the library that hashlib is linked to. `key_hasher` returns
 None, and hashlib is used, if that library is missing (a Python with OpenSSL built in), if there is
 no compiled library, or if a first test HMAC is wrong."""
 
@@ -75,7 +75,7 @@ def _openssl() -> _OpenSsl | None:
         return None
 
 
-class NameMaker:
+class KeyHasher:
     """Makes HMAC-SHA256 with a key of up to 64 bytes. Thread-safe. Raises OSError."""
 
     def __init__(self, openssl: _OpenSsl, call: Callable[..., int], key: bytes) -> None:
@@ -99,19 +99,19 @@ class NameMaker:
         size = len(keys) // max(1, count)
         if size * count != len(keys) or (count and size < _DIGEST_BYTES):
             raise ValueError(f"{len(keys)} bytes are no {count} keys")
-        names = ctypes.create_string_buffer(len(keys))
-        if self._call(self._functions, self._inner, self._outer, keys, count, size, names):
+        hashed = ctypes.create_string_buffer(len(keys))
+        if self._call(self._functions, self._inner, self._outer, keys, count, size, hashed):
             raise OSError("OpenSSL made no HMAC")
-        return names.raw
+        return hashed.raw
 
 
-def name_maker(key: bytes) -> NameMaker | None:
-    """Return a `NameMaker` for this key, or None if hashlib must be used instead."""
+def key_hasher(key: bytes) -> KeyHasher | None:
+    """Return a `KeyHasher` for this key, or None if hashlib must be used instead."""
     compiled, openssl = library(), _openssl()
     if compiled is None or openssl is None:
         return None
     try:
-        return NameMaker(openssl, compiled.names, key)
+        return KeyHasher(openssl, compiled.names, key)
     except OSError as error:
-        log.warning("names of blocks are made by hashlib: %s", error)
+        log.warning("keys of blocks are hashed by hashlib: %s", error)
         return None

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adaptive replacement cache (Megiddo and Modha, FAST 2003): balances recency and frequency.
 
-    evicted ── b1 ◄── t1 │ t2 ──► b2 ── evicted       t1: came once     b1, b2: names of what was
+    evicted ── b1 ◄── t1 │ t2 ──► b2 ── evicted       t1: came once     b1, b2: keys of what was
                   cold   │   cold                     t2: used again    evicted from t1, t2
 
-If a key is inserted again while its name is in b1, t1 should have been larger, and `target`, the
-size that t1 may have, grows. If the name is in b2, `target` shrinks.
+If a key is inserted again while it is in b1, t1 should have been larger, and `target`, the size
+that t1 may have, grows. If the key is in b2, `target` shrinks.
 
 Two details differ from the paper, because an owner evicts before it inserts the new key. A key that
 comes back changes `target` after the eviction instead of before it. If the size of t1 equals
-`target`, the new key does not decide which list loses a key. Names of keys that the owner removes
-for other reasons than eviction go to b1 and b2 as well. b1 and b2 together never have more names
-than the capacity, nor do t1 and b1 together."""
+`target`, the new key does not decide which list loses a key. Keys that the owner removes for other
+reasons than eviction go to b1 and b2 as well. b1 and b2 together never have more keys than the
+capacity, nor do t1 and b1 together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Keys = OrderedDict[bytes, None]
 
 class ArcPolicy(EvictionPolicy):
     """The ARC policy. An operation on a key takes O(1); `victims` is linear in the number of keys
-    that it visits. Remembers the names of at most `capacity` keys besides the keys of its owner."""
+    that it visits. Remembers at most `capacity` keys besides the keys of its owner."""
 
     def __init__(self, capacity: int) -> None:
         self.target = 0.0  # keys that t1 may hold before it loses keys first
@@ -93,7 +93,7 @@ class ArcPolicy(EvictionPolicy):
         self.target = min(float(self._capacity), max(0.0, self.target + step))
 
     def _trim(self) -> None:
-        """Forget the oldest names in b1 and b2 beyond the paper's bounds."""
+        """Forget the oldest keys in b1 and b2 beyond the paper's bounds."""
         while self._b1 and len(self._t1) + len(self._b1) > self._capacity:
             self._b1.popitem(last=False)
         while self._b2 and len(self._b1) + len(self._b2) > self._capacity:

@@ -2,12 +2,12 @@
 """S3-FIFO (Yang, Zhang, Qiu, Yue and Vinayak, SOSP 2023): eviction with three FIFO queues.
 
     new ──► small ──(used more than once)──► main ──► again, while it was used
-              └──► ghost: a name only; a key that comes back while it is there goes to main
+              └──► ghost: a key only; a key that comes back while it is there goes to main
 
 A use only raises the key's count, up to three, and moves no key. In the paper, keys move between
 queues at an eviction; in this module, when the owner removes the victims that `victims` has
 returned. Until then the moves are a plan, which an insert or a use discards. A key that is removed
-without a plan only leaves its queue; a name from the small queue goes to ghost. When main is full,
+without a plan only leaves its queue; a key from the small queue goes to ghost. When main is full,
 the paper also evicts from main; this module evicts only as many keys as requested."""
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from .slab_index import SlabIndex
 log = logging.getLogger(__name__)
 
 
-_FORGOTTEN = -1  # the epoch of a block that was forgotten by name
+_FORGOTTEN = -1  # the epoch of a block that was forgotten by key
 # Largest share of the slots for blocks that `keep` protects for other engines.
 KEPT_SHARE = 0.5
 # Largest share of the slots for blocks that `hold` protects for a conversation's next request.

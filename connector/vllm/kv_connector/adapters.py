@@ -79,7 +79,7 @@ class RequestAdapter:
     fault: str = ""  # of this request alone
     # Whether vLLM computed it behind blocks of another content, so that its blocks are of neither.
     is_mixed: bool = False
-    named_ends: dict[int, int] = field(default_factory=dict)  # blocks named, by cache group
+    cached_ends: dict[int, int] = field(default_factory=dict)  # blocks cached, by cache group
     is_counted: bool = False  # among the refused ones
     _hashes: list[bytes] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # the tiers' thread asks too
@@ -211,7 +211,7 @@ class Adapters:
         )
 
     def _replace(self, content: _Content) -> None:
-        """End a content: its requests are refused, and its blocks lose their names."""
+        """End a content: its requests are refused, and its blocks lose their keys."""
         content.fault = content.fault or CHANGED
         self._changed.add(content.adapter_id)
 

@@ -3,7 +3,7 @@
 
 vLLM publishes them together with the events of its own cache. An event has the block's tokens and
 parent, so that a router can recognise the prefix. If these are not known, the event has only the
-block's name. Blocks that only a disk or a cache server has are not announced.
+block's hash. Blocks that only a disk or a cache server has are not announced.
 
 A block computed with an adapter has the hash that vLLM's own events give it and the adapter's name;
 `extra_keys` has the name, and the fingerprint of the adapter's content in hexadecimal digits."""
@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .block_names import BlockNames
 from .groups import Columns
+from .host_keys import HostKeys
 
 # Seconds between two searches for blocks that the slab has lost.
 LOOK_SECONDS = 1.0
-HASH_END = -4  # a name is a hash and a column
+HASH_END = -4  # a key is a hash and a column
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _Content:
 
 
 class _Announced(NamedTuple):
-    """A block of the slab, as events name it."""
+    """A block of the slab, as events tell of it."""
 
     host_hash: bytes
     group: int
@@ -55,12 +55,12 @@ class TierEvents:
         self._events: list[Any] = []
         self._look_at = 0.0
 
-    def add_named(
-        self, request: Any, names: BlockNames, first: int, end: int, fingerprint: bytes | None
+    def add_cached(
+        self, request: Any, host_keys: HostKeys, first: int, end: int, fingerprint: bytes | None
     ) -> None:
         """Note the content of a request's blocks at positions `first` to `end`, which vLLM has just
-        named. `fingerprint` is that of its adapter's content."""
-        hashes, host_hashes = names.hashes_of(request), names.host_hashes_of(request)
+        cached. `fingerprint` is that of its adapter's content."""
+        hashes, host_hashes = host_keys.hashes_of(request), host_keys.host_hashes_of(request)
         size, lora = self._block_tokens, request.lora_request
         extra_keys = None
         if lora is not None and fingerprint is not None:
@@ -79,7 +79,7 @@ class TierEvents:
             self._contents.popitem(last=False)
 
     def add_stored(self, host_keys: Sequence[bytes], keys: Sequence[bytes]) -> None:
-        """Announce new blocks of the slab, given by their names and by StrataKV's keys."""
+        """Announce new blocks of the slab, given by vLLM's keys and by StrataKV's keys."""
         from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
@@ -127,9 +127,9 @@ class TierEvents:
         by_group: dict[int, list[Any]] = {}
         for key in lost:
             told = self._announced.pop(key)
-            name = maybe_convert_block_hash(told.host_hash)
-            by_group.setdefault(told.group, []).append(name)
-        for group, names in by_group.items():
+            block_hash = maybe_convert_block_hash(told.host_hash)
+            by_group.setdefault(told.group, []).append(block_hash)
+        for group, hashes in by_group.items():
             self._events.append(
-                BlockRemoved(block_hashes=names, medium=MEDIUM_CPU, group_idx=group)
+                BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU, group_idx=group)
             )

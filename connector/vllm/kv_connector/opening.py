@@ -61,7 +61,7 @@ def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole
     layout = chunk_layout(plan.block_bytes, identity.kv_dtype)
     root = identity.root()
     if not vllm_config.cache_config.enable_prefix_caching:
-        log.warning("vLLM's prefix caching is off, so that its blocks have no names to store")
+        log.warning("vLLM's prefix caching is off, so that its blocks have no keys to store")
     check_servers(settings, layout)
     if settings.faults:
         log.warning("faults are injected on purpose (%s); this is a drill", settings.faults)

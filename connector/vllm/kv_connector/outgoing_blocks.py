@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from .block_names import NamedBlock
+from .host_keys import CachedBlock
 from .pool_watch import PoolWatch
 
 # Blocks of vLLM's free queue that may be copied in advance, counted from the next eviction.
@@ -22,9 +22,9 @@ class OutgoingBlocks:
 
     def __init__(self, *, stores_all: bool) -> None:
         self._stores_all = stores_all
-        self._coming: deque[NamedBlock] = deque()  # computed, to be stored
-        self._void: set[NamedBlock] = set()  # named but never computed
-        self._near: dict[int, bytes] = {}  # chosen already: id → name
+        self._coming: deque[CachedBlock] = deque()  # computed, to be stored
+        self._void: set[CachedBlock] = set()  # cached but never computed
+        self._near: dict[int, bytes] = {}  # chosen already: id → key
 
     @property
     def num_coming(self) -> int:
@@ -33,24 +33,24 @@ class OutgoingBlocks:
 
     def choose(
         self, watch: PoolWatch, output: Any, most_ahead: int
-    ) -> tuple[list[NamedBlock], list[NamedBlock]]:
+    ) -> tuple[list[CachedBlock], list[CachedBlock]]:
         """The blocks that the step overwrites, and up to `most_ahead` others to store beside it."""
-        namings, evicted = watch.take_named(), watch.take_evicted()
-        # vLLM names blocks when it schedules the step that computes them. If the same step preempts
-        # the request, its blocks are not computed.
+        newly_cached, evicted = watch.take_cached(), watch.take_evicted()
+        # vLLM caches blocks when it schedules the step that computes them. If the same step
+        # preempts the request, its blocks are not computed.
         preempted = (output.preempted_req_ids or set()) - output.num_scheduled_tokens.keys()
         if preempted:
-            for each in namings:
+            for each in newly_cached:
                 if each.request_id in preempted:
                     self._void.update(each.blocks)
-            namings = [each for each in namings if each.request_id not in preempted]
+            newly_cached = [each for each in newly_cached if each.request_id not in preempted]
         if self._void:
             void = self._void.intersection(evicted)
             evicted = [block for block in evicted if block not in void]
             self._void -= void
         for block in evicted:
             self._near.pop(block.block_id, None)
-        cold: list[NamedBlock] = []
+        cold: list[CachedBlock] = []
         if self._stores_all:
             while self._coming and len(cold) < most_ahead:
                 block = self._coming.popleft()
@@ -58,16 +58,16 @@ class OutgoingBlocks:
                     cold.append(block)
             # The tail of a sequence before its head, in the order of eviction.
             cold.reverse()
-            self._coming.extend(block for each in namings for block in each.blocks)
+            self._coming.extend(block for each in newly_cached for block in each.blocks)
         elif most_ahead:
-            new = {block for each in namings for block in each.blocks} | self._void
+            new = {block for each in newly_cached for block in each.blocks} | self._void
             for block in watch.coldest(min(NEAR_BLOCKS, watch.num_blocks() // 4)):
                 if len(cold) < most_ahead and block not in new and self._is_new_near(block):
                     cold.append(block)
         return evicted, cold
 
-    def remove_unnamed(self, blocks: Sequence[NamedBlock]) -> None:
-        """Forget blocks that lost their names without being evicted."""
+    def remove_uncached(self, blocks: Sequence[CachedBlock]) -> None:
+        """Forget blocks that lost their keys without being evicted."""
         gone = set(blocks)
         self._coming = deque(block for block in self._coming if block not in gone)
         self._void -= gone
@@ -78,7 +78,7 @@ class OutgoingBlocks:
         self._coming.clear()
         self._near.clear()
 
-    def _is_new_near(self, block: NamedBlock) -> bool:
+    def _is_new_near(self, block: CachedBlock) -> bool:
         if self._near.get(block.block_id) == block.host_key:
             return False
         self._near[block.block_id] = block.host_key

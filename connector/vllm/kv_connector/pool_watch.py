@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches vLLM's block pool: blocks that get a name, that lose it, or that are evicted next.
+"""Watches vLLM's block pool: blocks that are cached, uncached, or evicted next.
 
 vLLM does not report these events to a connector. But it hands over the pool
 (`bind_kv_cache_manager`), and the watch wraps four public methods of this pool object:
 
-    cache_full_blocks    blocks get names: the step computes them, or a load has brought them
-    get_new_blocks       blocks are taken from the free queue; those with names are evicted
-    evict_blocks         blocks lose their names because they may be wrong
-    reset_prefix_cache   all blocks lose their names
+    cache_full_blocks    blocks get keys: the step computes them, or a load has brought them
+    get_new_blocks       blocks are taken from the free queue; those with keys are evicted
+    evict_blocks         blocks lose their keys because they may be wrong
+    reset_prefix_cache   all blocks lose their keys
 
 An evicted block keeps its bytes until the scheduled step runs, so it can still be copied. The
 original method always runs, with the same result as without the watch."""
@@ -19,37 +19,37 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .block_names import BlockNames, NamedBlock
+from .host_keys import CachedBlock, HostKeys
 
 log = logging.getLogger(__name__)
 
 
-class Naming(NamedTuple):
-    """The blocks of a request that vLLM named in one call, in order."""
+class NewlyCached(NamedTuple):
+    """The blocks of a request that vLLM cached in one call, in order."""
 
     request_id: str
-    blocks: list[NamedBlock]
+    blocks: list[CachedBlock]
 
 
 class PoolWatch:
-    """Watches one pool; `names` has the names of its blocks. `named` is called with the request,
-    the first position whose blocks got names, and the number of tokens up to the end of the last
-    named block. `dropped` is called with blocks that lost their names without being evicted, and
-    whether they may be wrong. Neither may raise. vLLM's scheduler thread makes all calls."""
+    """Watches one pool; `keys` has the keys of its blocks. `cached` is called with the request, the
+    first position whose blocks got keys, and the number of tokens up to the end of the last cached
+    block. `dropped` is called with blocks that lost their keys without being evicted, and whether
+    they may be wrong. Neither may raise. vLLM's scheduler thread makes all calls."""
 
     def __init__(
         self,
         pool: Any,
-        names: BlockNames,
-        named: Callable[[Any, int, int], None],
-        dropped: Callable[[Sequence[NamedBlock], bool], None],
+        keys: HostKeys,
+        cached: Callable[[Any, int, int], None],
+        dropped: Callable[[Sequence[CachedBlock], bool], None],
     ) -> None:
         self._pool = pool
-        self._names = names
-        self._named = named
+        self._keys = keys
+        self._cached = cached
         self._dropped = dropped
-        self._evicted: list[NamedBlock] = []
-        self._namings: list[Naming] = []
+        self._evicted: list[CachedBlock] = []
+        self._newly_cached: list[NewlyCached] = []
         self._originals = {
             name: getattr(pool, name)
             for name in (
@@ -70,22 +70,22 @@ class PoolWatch:
             vars(self._pool).pop(name, None)
         self._originals = {}
 
-    def take_evicted(self) -> list[NamedBlock]:
+    def take_evicted(self) -> list[CachedBlock]:
         """The blocks evicted since the last call, in the order of eviction."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
-    def take_named(self) -> list[Naming]:
-        """The blocks that got names since the last call, by request."""
-        namings, self._namings = self._namings, []
-        return namings
+    def take_cached(self) -> list[NewlyCached]:
+        """The blocks that were cached since the last call, by request."""
+        newly_cached, self._newly_cached = self._newly_cached, []
+        return newly_cached
 
-    def has(self, block: NamedBlock) -> bool:
-        return self._names.name_of(self._pool.blocks[block.block_id]) == block.host_key
+    def has(self, block: CachedBlock) -> bool:
+        return self._keys.key_of(self._pool.blocks[block.block_id]) == block.host_key
 
-    def coldest(self, most: int) -> list[NamedBlock]:
-        """The named ones of the next `most` blocks to be evicted, in the order of eviction."""
-        return self._with_names(itertools.islice(self._free(), most))
+    def coldest(self, most: int) -> list[CachedBlock]:
+        """The cached ones of the next `most` blocks to be evicted, in the order of eviction."""
+        return self._with_keys(itertools.islice(self._free(), most))
 
     def num_blocks(self) -> int:
         return len(self._pool.blocks)
@@ -123,35 +123,35 @@ class PoolWatch:
             *rest,
             **more,
         )
-        first, new = self._names.name_blocks(
+        first, new = self._keys.record_cached(
             request, blocks, num_cached_blocks, num_full_blocks, kv_cache_group_id
         )
         if new:
-            self._namings.append(Naming(request.request_id, new))
-            self._named(request, first, num_full_blocks * block_size)
+            self._newly_cached.append(NewlyCached(request.request_id, new))
+            self._cached(request, first, num_full_blocks * block_size)
         return result
 
     def _evict_blocks(self, block_ids: Collection[int]) -> Any:
-        lost = self._with_names(self._pool.blocks[number] for number in block_ids)
+        lost = self._with_keys(self._pool.blocks[number] for number in block_ids)
         result = self._originals["evict_blocks"](block_ids)
         self._remove_lost_blocks(lost, may_be_wrong=True)
         return result
 
     def _reset_prefix_cache(self) -> Any:
-        lost = self._with_names(self._pool.blocks)
+        lost = self._with_keys(self._pool.blocks)
         result = self._originals["reset_prefix_cache"]()
         if result:
             self._remove_lost_blocks(lost, may_be_wrong=False)
         return result
 
-    def _with_names(self, blocks: Iterable[Any]) -> list[NamedBlock]:
-        found = ((each.block_id, self._names.name_of(each)) for each in blocks)
-        return [NamedBlock(number, name) for number, name in found if name is not None]
+    def _with_keys(self, blocks: Iterable[Any]) -> list[CachedBlock]:
+        found = ((each.block_id, self._keys.key_of(each)) for each in blocks)
+        return [CachedBlock(number, key) for number, key in found if key is not None]
 
-    def _remove_lost_blocks(self, lost: Sequence[NamedBlock], *, may_be_wrong: bool) -> None:
+    def _remove_lost_blocks(self, lost: Sequence[CachedBlock], *, may_be_wrong: bool) -> None:
         gone = set(lost)
-        self._namings = [
-            Naming(each.request_id, [block for block in each.blocks if block not in gone])
-            for each in self._namings
+        self._newly_cached = [
+            NewlyCached(each.request_id, [block for block in each.blocks if block not in gone])
+            for each in self._newly_cached
         ]
         self._dropped(lost, may_be_wrong)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views of vLLM's requests and steps: names of blocks, a router's parameters, computing times."""
+"""Views of vLLM's requests and steps: keys of blocks, a router's parameters, computing times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from ...costs.rates import PrefillRate
 from ..identity import ChunkKeys
-from .block_names import BlockNames
+from .host_keys import HostKeys
 
 # The group part of vLLM's key for the first cache group. Digests are the same for all groups.
 _FIRST_GROUP = bytes(4)
@@ -18,14 +18,14 @@ MAX_STEPS = 16  # most steps in flight that are measured
 
 
 class HostRequest:
-    """A RequestView of a vLLM request, with the tiers' names of its blocks."""
+    """A RequestView of a vLLM request, with the tiers' digests of its blocks."""
 
     tail_hash = None
 
-    def __init__(self, request: Any, keys: ChunkKeys, names: BlockNames) -> None:
+    def __init__(self, request: Any, keys: ChunkKeys, host_keys: HostKeys) -> None:
         self._request = request
         self._keys = keys
-        self._names = names
+        self._host_keys = host_keys
         self._digests: list[bytes] = []
         self.is_queued = False  # the tiers know of it
 
@@ -46,7 +46,7 @@ class HostRequest:
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        hashes, known = self._names.hashes_of(self._request), self._digests
+        hashes, known = self._host_keys.hashes_of(self._request), self._digests
         for index in range(len(known), len(hashes)):
             known.append(self._keys.derive_chunk_key(hashes[index] + _FIRST_GROUP)[:32])
         return known
@@ -60,7 +60,7 @@ def asks_for(request: Any, name: str) -> bool:
 
 def params_for_decode(request: Any) -> dict[str, Any]:
     """The parameters in a prefill's answer, which a router passes to the decode engine. They have
-    no address, because the decode engine finds the blocks by their names."""
+    no address, because the decode engine finds the blocks by their keys."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,

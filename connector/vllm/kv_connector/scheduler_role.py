@@ -36,13 +36,13 @@ from ...messages import (
     EvictedBlock,
     MatchKind,
 )
-from ...page_names import NAME_BYTES
+from ...page_keys import PAGE_KEY_BYTES
 from ...parts import Parts
 from ..identity import ChunkKeys
 from .adapters import Adapters
-from .block_names import BlockNames, NamedBlock
 from .events import TierEvents
 from .groups import NULL_BLOCK, Columns
+from .host_keys import CachedBlock, HostKeys
 from .outgoing_blocks import OutgoingBlocks
 from .pool_watch import PoolWatch
 from .requests import HostRequest, StepTimes, asks_for, params_for_decode
@@ -98,7 +98,7 @@ class SchedulerRole:
         self._keys = keys
         self._columns = columns
         self._adapters = Adapters() if adapters is None else adapters
-        self._names = BlockNames(columns, self._adapters)
+        self._host_keys = HostKeys(columns, self._adapters)
         self._block_tokens = columns.position_tokens
         self._parts = parts
         self.num_groups = columns.num_groups
@@ -138,9 +138,9 @@ class SchedulerRole:
     def bind_pool(self, pool: Any) -> None:
         """Take vLLM's block pool, before the first step. Raises ConfigError if positions end
         between vLLM's hashes."""
-        self._names.bind_hash_tokens(pool.hash_block_size)
+        self._host_keys.bind_hash_tokens(pool.hash_block_size)
         if self._watch is None:
-            self._watch = PoolWatch(pool, self._names, self._note_named, self._drop_names)
+            self._watch = PoolWatch(pool, self._host_keys, self._note_cached, self._drop_uncached)
 
     def on_new_request(self, request: Any) -> None:
         self._safely(self._on_new_request, None, request)
@@ -264,7 +264,7 @@ class SchedulerRole:
         if adapted is not None:
             if adapted.is_pending:
                 return None, False
-            # A part of a block that vLLM found has no name by which its content could be told.
+            # A part of a block that vLLM found has no key by which its content could be told.
             adapted.is_mixed |= num_computed_tokens % self._block_tokens > 0
             if self._adapters.is_refused(adapted) or adapted.is_mixed:
                 return NOTHING
@@ -279,7 +279,7 @@ class SchedulerRole:
         match = self._side.get_matched_tokens(view, num_computed_tokens)
         if match.kind is MatchKind.RETRY:
             return None, False
-        # Only whole blocks are offered, because vLLM cannot name a part of a block.
+        # Only whole blocks are offered, because vLLM cannot cache a part of a block.
         num_tokens = match.tokens - match.tokens % self._block_tokens
         if not num_tokens:
             return NOTHING
@@ -307,7 +307,7 @@ class SchedulerRole:
         if not is_known or not len(load.keys) == len(real) * num_ranks == len(needed):
             raise ValueError(
                 f"vLLM has {len(real)} blocks for {num_tokens} tokens behind block {first} of "
-                f"{view.request_id}, of which {len(view.block_hashes)} have names, where "
+                f"{view.request_id}, of which {len(view.block_hashes)} have hashes, where "
                 f"{len(needed) // num_ranks} are needed"
             )
         self._side.begin_load(view, load.block_ids, num_tokens, overlapped=False)
@@ -316,9 +316,9 @@ class SchedulerRole:
         self._times.scheduled(output, plan.number)
         changed = self._adapters.take_changed()
         if changed:
-            self._names.drop_adapters(changed)
-        evicted: list[NamedBlock] = []
-        cold: list[NamedBlock] = []
+            self._host_keys.drop_adapters(changed)
+        evicted: list[CachedBlock] = []
+        cold: list[CachedBlock] = []
         if self._watch is not None:
             evicted, cold = self._outgoing.choose(
                 self._watch, output, self._side.stores_ahead.num_wanted_ahead()
@@ -397,7 +397,7 @@ class SchedulerRole:
             return
         log.error("%d blocks were damaged in memory; they are computed", len(positions))
         self.damaged_blocks += len(positions)
-        self._side.invalidate_blocks([job.keys[i][:NAME_BYTES] for i in positions], "damaged")
+        self._side.invalidate_blocks([job.keys[i][:PAGE_KEY_BYTES] for i in positions], "damaged")
 
     def _finished(self, request: Any) -> dict[str, Any] | None:
         view = self._requests.pop(request.request_id, None)
@@ -410,7 +410,7 @@ class SchedulerRole:
                 request.num_computed_tokens // self._block_tokens, len(view.block_hashes)
             )
             keys = self._parts.keys_of(view.block_hashes[:num_blocks])
-            needed = [keys[i][:NAME_BYTES] for i in self._parts.needed(0, num_blocks)]
+            needed = [keys[i][:PAGE_KEY_BYTES] for i in self._parts.needed(0, num_blocks)]
             self._hand_overs.append((request.request_id, list(dict.fromkeys(needed))))
         return params_for_decode(request)
 
@@ -428,35 +428,35 @@ class SchedulerRole:
 
     # Calls of the pool watch, on vLLM's thread, without the lock
 
-    def _note_named(self, request: Any, first: int, num_tokens: int) -> None:
+    def _note_cached(self, request: Any, first: int, num_tokens: int) -> None:
         if self._events is not None:
             adapted = self._adapters.adapter_of(request)
             fingerprint = None if adapted is None else adapted.fingerprint
             end = num_tokens // self._block_tokens
             self._safely(
-                self._events.add_named, None, request, self._names, first, end, fingerprint
+                self._events.add_cached, None, request, self._host_keys, first, end, fingerprint
             )
 
-    def _drop_names(self, blocks: Sequence[NamedBlock], may_be_wrong: bool) -> None:
-        self._safely(self._forget_names, None, blocks, may_be_wrong)
+    def _drop_uncached(self, blocks: Sequence[CachedBlock], may_be_wrong: bool) -> None:
+        self._safely(self._forget_uncached, None, blocks, may_be_wrong)
 
-    def _forget_names(self, blocks: Sequence[NamedBlock], may_be_wrong: bool) -> None:
-        self._outgoing.remove_unnamed(blocks)
-        named = [self._as_evicted(block) for block in blocks]
-        self._side.stores_ahead.names_dropped(named)
+    def _forget_uncached(self, blocks: Sequence[CachedBlock], may_be_wrong: bool) -> None:
+        self._outgoing.remove_uncached(blocks)
+        uncached = [self._as_evicted(block) for block in blocks]
+        self._side.stores_ahead.names_dropped(uncached)
         if may_be_wrong:
-            self._side.invalidate_blocks([block.key for block in named], "invalid")
+            self._side.invalidate_blocks([block.key for block in uncached], "invalid")
 
-    def _as_evicted(self, block: NamedBlock) -> EvictedBlock:
+    def _as_evicted(self, block: CachedBlock) -> EvictedBlock:
         return EvictedBlock(
-            block.block_id, self._keys.derive_chunk_key(block.host_key)[:NAME_BYTES]
+            block.block_id, self._keys.derive_chunk_key(block.host_key)[:PAGE_KEY_BYTES]
         )
 
     def _view(self, request: Any) -> HostRequest:
         view = self._requests.get(request.request_id)
         if view is None:
             view = self._requests[request.request_id] = HostRequest(
-                request, self._keys, self._names
+                request, self._keys, self._host_keys
             )
         return view
 

@@ -81,6 +81,8 @@ SCHEDULER: Table = (
         "state_checkpoints_left_out",
         _counter("stratakv:state_checkpoints_left_out", "Those that the pool had no room for."),
     ),
+    ("pictures_encoded", _counter("stratakv:pictures_encoded", "Pictures and tiles encoded.")),
+    ("pictures_reused", _counter("stratakv:pictures_reused", "Those found encoded already.")),
     ("loads", _counter("stratakv:loads", "Loads from the tiers that were begun.")),
     ("loads_failed", _counter("stratakv:loads_failed", "Loads that brought nothing.")),
     ("loads_given_up", _counter("stratakv:loads_given_up", "Loads given back to make room.")),

@@ -14,7 +14,11 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from ...pictures.picture_processor import ProcessedPicture, expand_placeholders, place_items
+from ...pictures.processors.picture_processor import (
+    ProcessedPicture,
+    expand_placeholders,
+    place_items,
+)
 from ...request.pictures import Picture
 from ...request.request import BYTES_PER_TOKEN
 from ...text.reasoning import ReasoningMarks, Thoughts

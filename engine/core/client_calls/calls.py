@@ -86,7 +86,7 @@ class CoreCalls:
         elsewhere = self._connector.prompts_elsewhere
         if request.skip_reading_prefix_cache or elsewhere is None:
             return False
-        return elsewhere.follow_blocks(self._scheduler.manager.names.of_prompt(request))
+        return elsewhere.follow_blocks(self._scheduler.manager.keys.of_prompt(request))
 
     def _tool_called(self, argument: str) -> bool:
         """Record the tool call at the end of a job's latest request; `argument` is a ToolCalled

@@ -24,6 +24,7 @@ from ...models.eagle.eagle_spec import check_fusion, check_head, is_eagle_head, 
 from ...models.model_source import ModelSource
 from ...models.model_spec import ModelSpec, resolve_max_model_len
 from ...models.spec.spec_parser import load_model_spec
+from ...models.vision.vision_shapes import weight_shapes
 from ...models.vocabulary_match import check_vocabulary
 from ...plan.memory_plan import activation_bytes, weight_bytes
 from ...worker.pool_demand import PoolDemand, check_pool_size, num_blocks_in
@@ -144,7 +145,7 @@ def blocks_of_pool(
     of_draft = 0 if draft is None else weight_bytes(expected_tensors(draft.spec), dtype)
     memory = HostMemory(
         available_bytes=available,
-        weight_bytes=weight_bytes(expected_tensors(spec), dtype) + of_draft,
+        weight_bytes=weight_bytes(weight_shapes(spec), dtype) + of_draft,
         step_bytes=activation_bytes(spec, dtype),
         tier_bytes=offload.cpu.capacity_bytes if has_tier(offload.tiers, "cpu") else 0,
         state_bytes=_running_state_bytes(config, demand),

@@ -13,6 +13,7 @@ from ..checkpoint.json_fields import MAX_COUNT, JsonFields
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 _OLD_KINDS = {"su": "longrope"}
+_BY_SECTIONS = "mrope"  # a kind of old files: default, with sections
 DEFAULT_THETA = 10000.0
 # Known factors are 2 to 128. With far larger ones, rounding would destroy the positions.
 MAX_FACTOR = 1e6
@@ -21,7 +22,6 @@ FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
 # Keys of partial rotation, of queries that grow with their position, and of image positions.
 PARTIAL, GROWTH = "partial_rotary_factor", "llama_4_scaling_beta"
 SECTIONS = "mrope_section"
-_SECTIONS = [24, 20, 20]  # of Qwen3-VL, if its file names none
 _UNSUPPORTED = (*LAYER_KINDS, SECTIONS, GROWTH)
 
 
@@ -45,6 +45,15 @@ class RopeSpec:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     partial_rotary_factor: float = 1.0  # proportional only
+
+
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """The parts of half a head that turn by time, height and width."""
+
+    default: tuple[int, int, int]  # elements of each, if the model's file names none
+    # Whether the parts follow each other; else height and width take every third element.
+    are_joined: bool = False
 
 
 # For layers without rotary positions.
@@ -82,17 +91,22 @@ def turning_size(config: JsonFields, head_dim: int, default: float = 1.0) -> int
     return size
 
 
-def parse_axes(config: JsonFields, head_dim: int) -> tuple[int, ...]:
-    """Read the axis by which each element of half a head turns, for `ModelSpec.rope_axes`: height
-    and width take every third element up to their section, and time the rest."""
+def parse_axes(config: JsonFields, sections: Sections, head_dim: int) -> tuple[int, ...]:
+    """Read the axis by which each element of half a head turns, for `ModelSpec.rope_axes`. The
+    sections follow each other, or height and width take every third element up to their section and
+    time takes the rest. Raises ConfigError for unusable sections."""
     fields, half = _rope_fields(config), head_dim // 2
-    given = fields.values.get(SECTIONS, _SECTIONS)
-    sections = [each for each in given if isinstance(each, int)] if isinstance(given, list) else []
-    if len(sections) != 3 or sections != given or not 0 <= min(sections) <= max(sections) <= half:
+    given = fields.values.get(SECTIONS, list(sections.default))
+    sizes = [each for each in given if isinstance(each, int)] if isinstance(given, list) else []
+    if len(sizes) != 3 or sizes != given or not 0 <= min(sizes) <= max(sizes) <= half:
         raise fields.fault(SECTIONS, f"three whole numbers from 0 to {half}", given)
+    if sections.are_joined:
+        if sum(sizes) != half:
+            raise fields.fault(SECTIONS, f"three whole numbers with the sum {half}", given)
+        return tuple(axis for axis in range(3) for _ in range(sizes[axis]))
     axes = [0] * half
     for axis in (1, 2):
-        for element in range(axis, min(sections[axis] * 3, half), 3):
+        for element in range(axis, min(sizes[axis] * 3, half), 3):
             axes[element] = axis
     return tuple(axes)
 
@@ -156,6 +170,8 @@ def _parse_fields(
     `theta` is the default of `rope_theta`."""
     kind = fields.text("rope_type", fields.text("type", "default"))
     kind = _OLD_KINDS.get(kind, kind)
+    if kind == _BY_SECTIONS and SECTIONS in heeded:
+        kind = "default"
     if kind not in ROPE_KINDS:
         raise fields.fault("rope_type", "one of " + ", ".join(ROPE_KINDS), kind)
     for name in _UNSUPPORTED:

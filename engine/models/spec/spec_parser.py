@@ -134,7 +134,9 @@ def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
     if windows is None:
         local_rope = None
     vision = parse_vision(path, whole) if config is not whole else None
-    has_grid = vision is not None and vision.kind == "grid"
+    axes = None
+    if vision is not None and vision.kind != "tiles" and family.sections is not None:
+        axes = parse_axes(config, family.sections, head_dim)
     if vision is not None and len(vision.deep_layers) >= num_layers:
         expected = f"fewer than the text's {num_layers} layers"
         raise whole.fault("vision_config: deepstack_visual_indexes", expected, vision.deep_layers)
@@ -168,7 +170,7 @@ def parse_model_spec(path: Path, whole: JsonFields) -> ModelSpec:
         logits_softcap=logits_softcap,
         is_text_part=config is not whole,
         vision=vision,
-        rope_axes=parse_axes(config, head_dim) if has_grid else None,
+        rope_axes=axes,
         experts=experts,
         scales=_scales(config, family, multipliers, head_dim),
         score_softcap=score_softcap,
@@ -242,6 +244,10 @@ def _text_part(whole: JsonFields) -> JsonFields:
     for field in _OF_THE_WHOLE:
         if whole.has(field):
             raise whole.fault(field, "absent (anything else is not supported)", whole.values[field])
+    if part.may_be_flat and not whole.has("text_config"):
+        kinds = {"model_type": FAMILIES[part.architectures[0]].model_type}
+        named = {"architectures": list(part.architectures)}
+        return JsonFields(dict(whole.values) | kinds | named, whole.where)
     if not whole.has("text_config"):
         raise whole.fault("text_config", "an object, as this model has parts beside text", None)
     inner = whole.inner("text_config")
@@ -305,7 +311,7 @@ def _ropes(
     if family.default_thetas is not None:
         return parse_two_ropes(config, head_dim, max_positions, family.default_thetas)
     heeded = {PARTIAL} if family.turns_partly else set()
-    if family.has_sections:
+    if family.sections is not None:
         heeded.add(SECTIONS)
     if family.grows_queries:
         heeded.add(GROWTH)

@@ -14,6 +14,8 @@ class TextPart:
 
     model_type: str  # of the whole model
     architectures: tuple[str, ...]  # rows of FAMILIES; the first if text_config names none
+    # Whether config.json may have the fields of the text part beside those of the whole model.
+    may_be_flat: bool = False
 
 
 TEXT_PARTS: Mapping[str, TextPart] = {
@@ -22,6 +24,9 @@ TEXT_PARTS: Mapping[str, TextPart] = {
     "SmolVLMForConditionalGeneration": TextPart("smolvlm", ("LlamaForCausalLM",)),
     "Mistral3ForConditionalGeneration": TextPart(
         "mistral3", ("MistralForCausalLM", "Ministral3ForCausalLM")
+    ),
+    "Qwen2_5_VLForConditionalGeneration": TextPart(
+        "qwen2_5_vl", ("Qwen2_5_VLForCausalLM",), may_be_flat=True
     ),
     "Qwen3VLForConditionalGeneration": TextPart("qwen3_vl", ("Qwen3VLForCausalLM",)),
     "Qwen3_5ForConditionalGeneration": TextPart("qwen3_5", ("Qwen3_5ForCausalLM",)),

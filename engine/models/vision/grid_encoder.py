@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GridEncoder: the encoder of Qwen3-VL, a vision transformer over one picture of any size.
+"""GridEncoder: the encoder of Qwen2.5-VL and Qwen3-VL, a vision transformer over one picture of any
+size.
 
     pixels ─► patches + interpolated positions ─► layers with rotary positions ─► merged ─► columns
                                                     └─► after some layers: merged ─► more columns
 
-A row of the result has the embedding of a token, and behind it what is added to the token after
-each of the first layers of the text."""
+Qwen3-VL: a row of the result has the embedding of a token and then what is added to the token after
+each of the first layers of the text. Qwen2.5-VL has neither these additions nor learned positions,
+and most of its layers attend within squares of the picture."""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from torch import Tensor
 
 from ..layers import Linear
 from .encoder import Pixels
-from .encoder_layer import EncoderLayer, EncoderLayerWeights, Turns
+from .encoder_layer import (
+    EncoderLayer,
+    EncoderLayerWeights,
+    NormWeights,
+    Turns,
+    Windows,
+    norm_rows,
+)
 from .vision_spec import VisionSpec
 
 _THETA = 10000.0
@@ -28,7 +37,7 @@ _THETA = 10000.0
 class MergerWeights:
     """The weights of a merger, which joins the patches of a token. Matrices are `[out, in]`."""
 
-    norm: tuple[Tensor, Tensor]  # over a patch, or over all patches of a token
+    norm: NormWeights  # over a patch, or over all patches of a token
     up: Tensor
     up_bias: Tensor
     down: Tensor
@@ -40,8 +49,8 @@ class GridWeights:
     """The weights of an encoder of whole pictures."""
 
     patches: Tensor  # [hidden, 3, frames, patch, patch]
-    patches_bias: Tensor
-    positions: Tensor  # [side ** 2, hidden]
+    patches_bias: Tensor | None
+    positions: Tensor | None  # [side ** 2, hidden]; None: none are learned
     layers: list[EncoderLayerWeights]
     merger: MergerWeights
     deep_mergers: list[MergerWeights]
@@ -63,10 +72,10 @@ class GridEncoder:
                 strict=True,
             )
         )
-        wide = torch.promote_types(weights.positions.dtype, torch.float32)
-        device = weights.positions.device
+        self._dtype, self._device = weights.patches.dtype, weights.patches.device
+        wide = torch.promote_types(self._dtype, torch.float32)
         self._mean, self._std = (
-            torch.tensor(values, dtype=wide, device=device)[:, None, None]
+            torch.tensor(values, dtype=wide, device=self._device)[:, None, None]
             for values in (spec.mean, spec.std)
         )
 
@@ -77,19 +86,41 @@ class GridEncoder:
         spec = self._spec
         rows, columns = (size // spec.patch_size for size in pixels.shape[:2])
         row, column = self._order(rows, columns)
+        tokens, windows = self._windows(rows // spec.shuffle, columns // spec.shuffle)
+        if windows:
+            row, column = (each.view(len(tokens), -1)[tokens].view(-1) for each in (row, column))
         x = self._patches(self._patches_of(pixels, row, column))
-        x = x + self._positions_at(row, column, rows, columns)
+        if self._positions is not None:
+            x = x + self._positions_at(self._positions, row, column, rows, columns)
         turns = self._turns(row, column)
         deep = []
         for index, layer in enumerate(self._layers):
-            x = layer(x, turns)
+            x = layer(x, turns, () if index in spec.full_layers else windows)
             if (merger := self._deep.get(index)) is not None:
                 deep.append(merger(x))
-        return torch.cat((self._merger(x), *deep), dim=1)
+        found = torch.cat((self._merger(x), *deep), dim=1)
+        return found[tokens.argsort()] if windows else found
+
+    def _windows(self, rows: int, columns: int) -> tuple[Tensor, list[Windows]]:
+        """Return the tokens of a picture of `rows` x `columns` tokens, square by square, and the
+        squares. Squares at the right and lower edges are cut; those of one size stand together."""
+        side, by = self._spec.window, self._spec.shuffle
+        grid = torch.arange(rows * columns, device=self._device).view(rows, columns)
+        if not side:
+            return grid.view(-1), []
+        found, windows = [], []
+        for down, height in _cuts(rows, side):
+            for right, width in _cuts(columns, side):
+                part = grid[down, right]
+                number = part.shape[0] // height, part.shape[1] // width
+                squares = part.reshape(number[0], height, number[1], width).transpose(1, 2)
+                found.append(squares.reshape(-1))
+                windows.append((number[0] * number[1], height * width * by**2))
+        return torch.cat(found), windows
 
     def _order(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         """Return row and column of each patch: token by token, the patches of a token together."""
-        by, device = self._spec.shuffle, self._positions.device
+        by, device = self._spec.shuffle, self._device
         grid = torch.stack(
             torch.meshgrid(
                 torch.arange(rows, device=device),
@@ -111,13 +142,15 @@ class GridEncoder:
         _, height, width = scaled.shape
         cut = scaled.view(3, height // size, size, width // size, size).permute(1, 3, 0, 2, 4)
         frames = cut[row, column][:, :, None].expand(-1, -1, spec.frames, -1, -1)
-        return frames.reshape(len(row), -1).to(self._positions.dtype)
+        return frames.reshape(len(row), -1).to(self._dtype)
 
-    def _positions_at(self, row: Tensor, column: Tensor, rows: int, columns: int) -> Tensor:
+    def _positions_at(
+        self, learned: Tensor, row: Tensor, column: Tensor, rows: int, columns: int
+    ) -> Tensor:
         """Return the learned positions of the patches, between the four nearest of the square that
         was learned."""
         side = self._spec.image_size // self._spec.patch_size
-        total = torch.zeros((), dtype=self._positions.dtype, device=self._positions.device)
+        total = torch.zeros((), dtype=self._dtype, device=self._device)
         ways = []
         for place, count in ((row, rows), (column, columns)):
             at = place.float() * (side - 1) / max(count - 1, 1)
@@ -126,8 +159,8 @@ class GridEncoder:
             ways.append(((near[0], 1 - (at - low)), (near[1], at - low)))
         for down, of_down in ways[0]:
             for right, of_right in ways[1]:
-                weight = (of_down * of_right)[:, None].to(self._positions.dtype)
-                total = total + self._positions[down * side + right] * weight
+                weight = (of_down * of_right)[:, None].to(self._dtype)
+                total = total + learned[down * side + right] * weight
         return total
 
     def _turns(self, row: Tensor, column: Tensor) -> Turns:
@@ -149,6 +182,13 @@ class _Merger:
         self._down = Linear(weights.down, weights.down_bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight, bias = self._norm
-        x = F.layer_norm(x.reshape(-1, len(weight)), (len(weight),), weight, bias, self._eps)
+        x = norm_rows(x.reshape(-1, len(self._norm[0])), self._norm, self._eps)
         return self._down(F.gelu(self._up(x.reshape(-1, self._joined))))
+
+
+def _cuts(size: int, side: int) -> list[tuple[slice, int]]:
+    """Return the part of an edge of `size` tokens that whole squares cover, and the rest, each with
+    the edge of its squares."""
+    whole = size - size % side
+    cuts = [(slice(0, whole), side), (slice(whole, size), size - whole)]
+    return [(part, edge) for part, edge in cuts if part.start < part.stop]

@@ -14,6 +14,7 @@ from .encoder import VisionEncoder
 from .encoder_layer import EncoderLayerWeights
 from .grid_encoder import GridEncoder, GridWeights, MergerWeights
 from .tile_encoder import EncoderWeights, TileEncoder
+from .vision_shapes import PROJECTION, vision_tensors
 from .vision_spec import VisionSpec
 
 # The prefixes of stored names, with those here.
@@ -24,8 +25,6 @@ _TILES = {
     "connector.": "connector.",
 }
 _GRID = {"model.visual.": "", "visual.": ""}
-_PROJECTION = "connector.modality_projection.proj.weight"
-Shapes = dict[str, tuple[int, ...]]
 
 
 def load_vision_encoder(
@@ -40,63 +39,8 @@ def load_vision_encoder(
         reader = _Reader(checkpoint, spec, dtype)
         if has_tiles:
             return TileEncoder(spec, reader.read_tiles())
-        return GridEncoder(spec, reader.read_grid())
-
-
-def vision_tensors(spec: VisionSpec, text_hidden: int) -> Shapes:
-    """Return the name and shape of each tensor of the encoder."""
-    hidden, middle, patch = spec.hidden_size, spec.intermediate_size, spec.patch_size
-    places = (spec.image_size // patch) ** 2
-    if spec.kind == "tiles":
-        return {
-            "embeddings.patch_embedding.weight": (hidden, 3, patch, patch),
-            "embeddings.patch_embedding.bias": (hidden,),
-            "embeddings.position_embedding.weight": (places, hidden),
-            "post_layernorm.weight": (hidden,),
-            "post_layernorm.bias": (hidden,),
-            _PROJECTION: (text_hidden, hidden * spec.shuffle**2),
-        } | _with_biases(
-            {
-                f"encoder.layers.{layer}.{name}": shape
-                for layer in range(spec.num_layers)
-                for name, shape in {
-                    "self_attn.q_proj": (hidden, hidden),
-                    "self_attn.k_proj": (hidden, hidden),
-                    "self_attn.v_proj": (hidden, hidden),
-                    "self_attn.out_proj": (hidden, hidden),
-                    "mlp.fc1": (middle, hidden),
-                    "mlp.fc2": (hidden, middle),
-                    "layer_norm1": (hidden,),
-                    "layer_norm2": (hidden,),
-                }.items()
-            }
-        )
-    joined = hidden * spec.shuffle**2
-    parts: Shapes = {"patch_embed.proj": (hidden, 3, spec.frames, patch, patch)}
-    for layer in range(spec.num_layers):
-        parts |= {
-            f"blocks.{layer}.attn.qkv": (3 * hidden, hidden),
-            f"blocks.{layer}.attn.proj": (hidden, hidden),
-            f"blocks.{layer}.mlp.linear_fc1": (middle, hidden),
-            f"blocks.{layer}.mlp.linear_fc2": (hidden, middle),
-            f"blocks.{layer}.norm1": (hidden,),
-            f"blocks.{layer}.norm2": (hidden,),
-        }
-    mergers = {"merger": hidden}
-    mergers |= {f"deepstack_merger_list.{n}": joined for n in range(len(spec.deep_layers))}
-    for name, normed in mergers.items():
-        parts |= {
-            f"{name}.norm": (normed,),
-            f"{name}.linear_fc1": (joined, joined),
-            f"{name}.linear_fc2": (text_hidden, joined),
-        }
-    return {"pos_embed.weight": (places, hidden)} | _with_biases(parts)
-
-
-def _with_biases(shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
-    return {f"{name}.weight": shape for name, shape in shapes.items()} | {
-        f"{name}.bias": shape[:1] for name, shape in shapes.items()
-    }
+        windowed = spec.kind == "windows"
+        return GridEncoder(spec, reader.read_windowed() if windowed else reader.read_grid())
 
 
 def _name_here(stored: str, prefixes: Mapping[str, str]) -> str | None:
@@ -119,7 +63,7 @@ class _Reader:
             self._read("embeddings.position_embedding.weight"),
             [self._tile_layer(f"encoder.layers.{n}.") for n in range(self._spec.num_layers)],
             self._pair("post_layernorm"),
-            self._read(_PROJECTION),
+            self._read(PROJECTION),
         )
 
     def read_grid(self) -> GridWeights:
@@ -132,6 +76,31 @@ class _Reader:
                 self._read_merger(f"deepstack_merger_list.{n}.")
                 for n in range(len(self._spec.deep_layers))
             ],
+        )
+
+    def read_windowed(self) -> GridWeights:
+        return GridWeights(
+            self._read("patch_embed.proj.weight"),
+            None,
+            None,
+            [self._windowed_layer(f"blocks.{n}.") for n in range(self._spec.num_layers)],
+            MergerWeights(
+                (self._read("merger.ln_q.weight"), None),
+                *self._pair("merger.mlp.0"),
+                *self._pair("merger.mlp.2"),
+            ),
+            [],
+        )
+
+    def _windowed_layer(self, at: str) -> EncoderLayerWeights:
+        return EncoderLayerWeights(
+            (self._read(f"{at}norm1.weight"), None),
+            *self._pair(f"{at}attn.qkv"),
+            *self._pair(f"{at}attn.proj"),
+            (self._read(f"{at}norm2.weight"), None),
+            *self._pair(f"{at}mlp.up_proj"),
+            *self._pair(f"{at}mlp.down_proj"),
+            *self._pair(f"{at}mlp.gate_proj"),
         )
 
     def _tile_layer(self, at: str) -> EncoderLayerWeights:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,14 @@ from ...models.vision.encoder import VisionEncoder
 from ...models.vision.vision_loading import load_vision_encoder
 from .placement import Placement
 from .runtimes import check_kernels, check_room, choose_layer_parts
+
+
+class LoadedModels(NamedTuple):
+    """The models of a worker, in memory."""
+
+    model: Decoder
+    draft: Decoder | None
+    encoder: VisionEncoder | None  # of pictures; None for a model that reads text alone
 
 
 class ModelLoader:
@@ -45,28 +54,14 @@ class ModelLoader:
         """Whether torch's operators compute the layers, instead of the kernels of `kernels/`."""
         return self._parts[0].is_plain
 
-    def load_vision_encoder(self) -> VisionEncoder | None:
-        """Load the encoder of pictures; None for a model that reads text alone. Raises ConfigError
-        if its weights do not fit."""
-        path, spec = self._sources[0].path, self._sources[0].spec
-        if spec.vision is None:
-            return None
-        if self._placement.random_weights:
-            raise ConfigError(
-                f"{path} reads pictures, and --load-format dummy makes no weights for these; leave "
-                "it out"
-            )
-        device = self._placement.device
-        return load_vision_encoder(path, spec.vision, spec.hidden_size, self._compute, device)
-
     def allow_adapters(self, num_slots: int, max_rank: int) -> None:
         """Load the model with slots for adapters; 0 slots: without."""
         self._num_slots, self._max_rank = num_slots, max_rank
 
-    def load_models(self, max_model_len: int) -> tuple[Decoder, Decoder | None]:
-        """Load the model for a context of `max_model_len` tokens, and the draft model or EAGLE head
-        for the same context or, if that is shorter, the longest it supports. Raises ConfigError if
-        the weights do not fit a specification."""
+    def load_models(self, max_model_len: int) -> LoadedModels:
+        """Load the model for a context of `max_model_len` tokens, the draft model or EAGLE head for
+        the same context or, if that is shorter, the longest it supports, and the encoder. Raises
+        ConfigError if the weights do not fit a specification."""
         found: list[Decoder] = []
         for source, parts in zip(self._sources, self._parts, strict=True):
             length = min(max_model_len, source.spec.max_context)
@@ -81,4 +76,17 @@ class ModelLoader:
             )
         if self._num_slots:
             found[0].allow_adapters(self._num_slots, self._max_rank)
-        return found[0], found[1] if len(found) > 1 else None
+        draft = found[1] if len(found) > 1 else None
+        return LoadedModels(found[0], draft, self._load_encoder())
+
+    def _load_encoder(self) -> VisionEncoder | None:
+        path, spec = self._sources[0].path, self._sources[0].spec
+        if spec.vision is None:
+            return None
+        if self._placement.random_weights:
+            raise ConfigError(
+                f"{path} reads pictures, and --load-format dummy makes no weights for these; leave "
+                "it out"
+            )
+        device = self._placement.device
+        return load_vision_encoder(path, spec.vision, spec.hidden_size, self._compute, device)

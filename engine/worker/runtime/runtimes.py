@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,11 +22,12 @@ from ....kernels.kernel_choice import TRITON, KernelRefused, probe_hardware, tri
 from ....kernels.layer.elementwise import choose_elementwise
 from ....tiers.settings.values import ConfigError
 from ...cache.group_spec import num_state_slots
-from ...models.checkpoint.tensor_shapes import expected_tensors
 from ...models.decoder import Decoder
 from ...models.dtypes import FP8_KV, dtype_name
 from ...models.layers import Elementwise
 from ...models.model_spec import ModelSpec
+from ...models.vision.encoder import VisionEncoder
+from ...models.vision.vision_shapes import largest_side, weight_shapes
 from ...plan.memory_plan import weight_bytes
 from ...sampling.logprob_tensors import raw_logprobs
 from ..forward.forward import GatherForward, StepForward
@@ -89,11 +91,13 @@ class PoolSizer:
         max_tokens: int,
         max_requests: int,
         most_drafts: int = 0,
+        encoder: VisionEncoder | None = None,
     ) -> int:
-        """Return the number of blocks of the pool. Raise ConfigError if one request does not fit
-        into the pool, or if the kernels of a step cannot be compiled."""
+        """Return the number of blocks of the pool. `encoder` is the model's, in memory. Raise
+        ConfigError if one request does not fit into the pool, or if the kernels of a step cannot be
+        compiled."""
         with naming_triton():
-            use = self.measure(model, max_tokens, max_requests)
+            use = self.measure(model, max_tokens, max_requests, encoder)
         beside = library_bytes(self._placement, model.spec, demand.groups.layout, max_tokens)
         if demand.groups.state is not None:
             slots = num_state_slots(max_requests, most_drafts)
@@ -110,10 +114,17 @@ class PoolSizer:
         return blocks
 
     @torch.inference_mode()
-    def measure(self, model: Decoder, max_tokens: int, max_requests: int) -> MemoryUse:
+    def measure(
+        self,
+        model: Decoder,
+        max_tokens: int,
+        max_requests: int,
+        encoder: VisionEncoder | None = None,
+    ) -> MemoryUse:
         """Run a prompt step of `max_tokens` tokens twice, with logits and log-probabilities for
         `max_requests` rows. The results of the first run are still in memory during the second
-        run."""
+        run. `encoder` encodes the largest picture before, beside the embeddings of as many tokens
+        of pictures as the worker keeps."""
         meter, device = self._meter, self._placement.device
         meter.reset_peak()
         weight_bytes = meter.held_bytes()
@@ -124,6 +135,10 @@ class PoolSizer:
         slots = None if model.slots is None else ids.to(torch.int32)
         rows = ids[: min(max_requests, max_tokens)]
         waiting: list[Tensor] = []
+        if encoder is not None and model.spec.vision is not None:
+            side = largest_side(model.spec.vision)
+            [one] = encoder.encode_pictures([np.zeros((side, side, 3), np.uint8)])
+            waiting += [one, one.new_zeros((max_tokens, one.shape[1]))]
         for _ in range(2):
             hidden = model.forward(ids, ids, _NoAttention(), None, rows, states=states, slots=slots)
             logits = model.logits(hidden)
@@ -173,7 +188,7 @@ def check_room(specs: Iterable[ModelSpec], placement: Placement, compute: torch.
     from .cuda_runtime import CudaMeter
 
     name = dtype_name(compute)
-    needed = sum(weight_bytes(expected_tensors(spec), name) for spec in specs)
+    needed = sum(weight_bytes(weight_shapes(spec), name) for spec in specs)
     check_weights(needed, CudaMeter(placement.device).free_bytes())
 
 

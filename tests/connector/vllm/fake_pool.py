@@ -118,7 +118,7 @@ class Pool:
         self.hash_block_size = hash_block_size
         self.position = position
         self.retention = retention
-        self.named_in_step: set[bytes] = set()
+        self.cached_in_step: set[bytes] = set()
         self.blocks = [Block(number) for number in range(num_blocks)]
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
@@ -161,14 +161,14 @@ class Pool:
                 continue
             assert blocks[index].block_hash is None
             group = kv_cache_group_id.to_bytes(4, "big")
-            name = self._hash_of(request.block_hashes, index, block_size) + group
-            blocks[index].block_hash = name
-            self.named_in_step.add(name)
+            key = self._hash_of(request.block_hashes, index, block_size) + group
+            blocks[index].block_hash = key
+            self.cached_in_step.add(key)
 
     def kept(
         self, spec: FullAttentionSpec, first: int, end: int, num_prompt_tokens: int
     ) -> list[bool] | None:
-        """Which of these blocks of a request get names: of a sparse group those that a hit needs
+        """Which of these blocks of a request are cached: of a sparse group those that a hit needs
         which ends where the prompt does, or at a multiple of the interval."""
         if self.retention is None or not spec.is_sparse:
             return None
@@ -200,11 +200,11 @@ class Pool:
             for group, spec in enumerate(specs):
                 size = spec.block_size
                 skipped = spec.num_skipped(end) // size
-                names = [
+                keys = [
                     self._hash_of(block_hashes, index, size) + group.to_bytes(4, "big")
                     for index in range(skipped, end // size)
                 ]
-                found = [by_key[name] for name in names if name in by_key]
+                found = [by_key[key] for key in keys if key in by_key]
                 tables.append([self.null_block] * skipped + found)
             lengths = [end // spec.block_size for spec in specs]
             if [len(table) for table in tables] == lengths:
@@ -222,18 +222,18 @@ class Pool:
 
     def free(self, blocks: Iterable[Block]) -> None:
         """The tail of a sequence first."""
-        named, unnamed = [], []
+        cached, uncached = [], []
         for block in blocks:
             if block.is_null:
                 continue
             block.ref_cnt -= 1
             if not block.ref_cnt:
-                (unnamed if block.block_hash is None else named).append(block)
-        self._free = [*unnamed, *self._free, *named]
+                (uncached if block.block_hash is None else cached).append(block)
+        self._free = [*uncached, *self._free, *cached]
         self._link()
 
     def _hash_of(self, hashes: Sequence[bytes], index: int, block_size: int) -> bytes:
-        """The name of a block is the hash that ends where it does."""
+        """The hash of a block is the one that ends where it does."""
         return hashes[(index + 1) * block_size // self.hash_block_size - 1]
 
     def _link(self) -> None:

@@ -32,7 +32,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_preemptions = 0
         self.tables: list[list[Block]] = []  # a list of blocks for each cache group
-        self.num_named: dict[int, int] = {}  # blocks, by group
+        self.num_cached: dict[int, int] = {}  # blocks, by group
         self.is_loading = False
         self.is_finished = False
         self.num_external = 0  # tokens that came from outside, in all
@@ -53,9 +53,9 @@ class Request:
         """The hashes that a view of the request does not have yet, with its adapter's name."""
         lora, size = view.lora_request, self._hash_tokens
         extra = f"{lora.lora_name} {lora.lora_path}".encode() if lora is not None else b""
-        names, parent = [], view.block_hashes[-1] if view.block_hashes else b"root"
+        hashes, parent = [], view.block_hashes[-1] if view.block_hashes else b"root"
         tokens = view.all_token_ids
         for start in range(len(view.block_hashes) * size, len(tokens) - size + 1, size):
             parent = hashlib.sha256(parent + bytes(tokens[start : start + size]) + extra).digest()
-            names.append(parent)
-        return names
+            hashes.append(parent)
+        return hashes

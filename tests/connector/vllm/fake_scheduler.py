@@ -184,7 +184,7 @@ class Vllm:
 
     def _schedule(self) -> dict[str, int]:
         scheduled: dict[str, int] = {}
-        self.pool.named_in_step.clear()
+        self.pool.cached_in_step.clear()
         for request in [*self.running]:
             if request not in self.running:
                 continue
@@ -233,8 +233,8 @@ class Vllm:
             self.pool.free(block for block in adopted if block.block_id not in kept)
             request.tables = tables
             self._grow(request, end)
-            if not request.num_named:
-                request.num_named = {i: len(table) for i, table in enumerate(local)}
+            if not request.num_cached:
+                request.num_cached = {i: len(table) for i, table in enumerate(local)}
             blocks = types.SimpleNamespace(get_block_ids=lambda request=request: _ids_of(request))
             self.connector.update_state_after_alloc(request, blocks, num_external)
             if num_external:
@@ -249,7 +249,7 @@ class Vllm:
             request.num_computed_tokens = num_local
             self.waiting.remove(request)
             self.running.append(request)
-            self._name(request, end)
+            self._cache(request, end)
             scheduled[request.request_id] = end - num_local
         return scheduled
 
@@ -264,7 +264,7 @@ class Vllm:
         """Whether a hit ends with a state that this step computes: vLLM waits for the next one."""
         return any(
             isinstance(spec, MambaSpec) and bool(table)
-            and table[-1].block_hash in self.pool.named_in_step
+            and table[-1].block_hash in self.pool.cached_in_step
             for spec, table in zip(self.specs, local, strict=True)
         )  # fmt: skip
 
@@ -317,14 +317,14 @@ class Vllm:
             if last is request:
                 return False
         self._grow(request, end)
-        self._name(request, end)
+        self._cache(request, end)
         return True
 
-    def _name(self, request: Request, num_tokens: int) -> None:
-        """Names whole positions, and of these the blocks that are kept."""
+    def _cache(self, request: Request, num_tokens: int) -> None:
+        """Caches whole positions, and of these the blocks that are kept."""
         tokens = min(num_tokens, request.num_tokens) // self.position * self.position
         for group, (table, spec) in enumerate(zip(request.tables, self.specs, strict=True)):
-            first, end = request.num_named.get(group, 0), tokens // spec.block_size
+            first, end = request.num_cached.get(group, 0), tokens // spec.block_size
             if end > first:
                 self.pool.cache_full_blocks(
                     request=request,
@@ -335,7 +335,7 @@ class Vllm:
                     kv_cache_group_id=group,
                     block_mask=self.pool.kept(spec, first, end, request.num_prompt_tokens),
                 )
-                request.num_named[group] = end
+                request.num_cached[group] = end
 
     def _loaded(self, request: Request) -> None:
         request.is_loading = False
@@ -346,7 +346,7 @@ class Vllm:
             if not request.num_computed_tokens:
                 self._let_go(request)
                 return
-        self._name(request, request.num_computed_tokens)
+        self._cache(request, request.num_computed_tokens)
 
     def _execute(
         self, rank: int, metadata: Any, scheduled: dict[str, int], finished: set[str]
@@ -491,7 +491,7 @@ class Vllm:
     def _let_go(self, request: Request) -> None:
         for table in request.tables:
             self.pool.free(reversed(table))
-        request.tables, request.num_named = [], {}
+        request.tables, request.num_cached = [], {}
 
 
 def _ids_of(request: Request) -> tuple[list[int], ...]:

@@ -165,7 +165,7 @@ def test_unknown_content_is_neither_stored_nor_loaded(
 @pytest.mark.parametrize("is_disk", [False, True])
 def test_files_that_change_beside_a_request(make_vllm: Make, tmp_path: Path, is_disk: bool) -> None:
     """The files change when a step has been scheduled that ends a block. vLLM may read them before
-    or after, so no block of that id is stored any more, nor the blocks that it named last."""
+    or after, so no block of that id is stored any more, nor the blocks that it cached last."""
     vllm = make_vllm(with_ssd(tmp_path) if is_disk else SLAB)
     folder = make_adapter(tmp_path / "it", 1)
     adapter = lora(1, folder, inplace=True)

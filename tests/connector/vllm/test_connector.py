@@ -190,14 +190,14 @@ def test_many_requests_at_once_and_few_blocks(newest: ConnectorHost) -> None:
     vllm.stop()
 
 
-def test_blocks_named_but_never_computed_are_not_stored(newest: ConnectorHost) -> None:
-    """vLLM names a block when it schedules the step that is to compute it. Put off in the same
+def test_blocks_cached_but_never_computed_are_not_stored(newest: ConnectorHost) -> None:
+    """vLLM caches a block when it schedules the step that is to compute it. Put off in the same
     breath, the request has computed nothing, and its block goes to the next one."""
     vllm = Vllm(newest, SLAB)
     request = vllm.add("late", prompt(1))
     blocks = vllm.pool.get_new_blocks(6)
     request.tables = [blocks]
-    vllm._name(request, 21)
+    vllm._cache(request, 21)
     vllm.waiting.remove(request)
     vllm.running.append(request)
     vllm.preempt(request)
@@ -471,7 +471,7 @@ def test_what_is_refused(newest: ConnectorHost) -> None:
         open_one(newest, world_size=4, pipeline=2)
     vllm = Vllm(newest, SLAB)
     vllm.pool.hash_block_size = 3
-    with pytest.raises(ConfigError, match="names every 3 tokens"):
+    with pytest.raises(ConfigError, match="hashes every 3 tokens"):
         vllm.connector.bind_gpu_block_pool(vllm.pool)
     vllm.stop()
     with pytest.raises(ConfigError, match="did you mean cpu_bytes"):

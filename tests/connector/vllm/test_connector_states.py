@@ -269,7 +269,7 @@ def test_states_of_another_plan_are_never_met(newest: ConnectorHost, other: Any)
     assert identity([STATES, FULL]).root() != identity([other, FULL]).root()
 
 
-def test_names_of_models_without_states_are_what_they_were(newest: ConnectorHost) -> None:
+def test_keys_of_models_without_states_are_what_they_were(newest: ConnectorHost) -> None:
     made = identity([FULL, SLIDING])
     fields = dataclasses.asdict(made)
     assert fields.pop("states") == ()
@@ -281,7 +281,7 @@ def test_names_of_models_without_states_are_what_they_were(newest: ConnectorHost
 
 @pytest.mark.parametrize("hash_tokens", [1, 2])
 @pytest.mark.parametrize("model", ["full and windowed", "states and full", "halves first"])
-def test_names_of_less_than_a_block(newest: ConnectorHost, model: str, hash_tokens: int) -> None:
+def test_hashes_of_less_than_a_block(newest: ConnectorHost, model: str, hash_tokens: int) -> None:
     """vLLM's --prefix-match-unit."""
     vllm = make(newest, MODELS[model], hash_tokens=hash_tokens)
     first = vllm.run("first", prompt(1))

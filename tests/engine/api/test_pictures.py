@@ -16,7 +16,7 @@ import pytest
 
 from stratakv.engine.api.api_settings import ApiSettings
 
-from ..picture_model import FAMILIES, Part, PictureModel, draw_picture, make_picture_model, url_of
+from ..picture_model import KINDS, Part, PictureModel, draw_picture, make_picture_model, url_of
 from .conftest import MODEL_NAME, LiveServer
 
 NUM_TOKENS = 6
@@ -24,7 +24,7 @@ WIDE, TALL = draw_picture(40, 90, 1), draw_picture(64, 30, 2)
 TEXT = {"type": "text", "text": "hello"}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PictureModel:
     return PictureModel(make_picture_model(tmp_path_factory.mktemp("pictures"), request.param))
 
@@ -144,6 +144,23 @@ def test_several_answers_share_the_pictures(model: PictureModel, http: httpx.Cli
     assert [choice["token_ids"] for choice in answer.json()["choices"]] == [wanted, wanted]
 
 
+def test_metrics_count_encoded_pictures(model: PictureModel, http: httpx.Client) -> None:
+    def counted() -> list[float]:
+        text = http.get("/metrics").text
+        names = ("stratakv:pictures_encoded_total", "stratakv:pictures_reused_total")
+        found = [re.search(rf"^{name}(?:{{.*}})? ([0-9.]+)$", text, re.MULTILINE) for name in names]
+        return [float(each[1]) for each in found if each is not None]
+
+    parts: list[Part] = [draw_picture(33, 47, 7), "once"]
+    num_items = len(model.prompt_of(parts)[1])
+    before = counted()
+    for question in ("once", "again"):
+        assert ask(http, content_of([parts[0], question])).status_code == 200
+    encoded, reused = (after - first for after, first in zip(counted(), before, strict=True))
+    # The blocks of the second prompt's picture are in the pool, but for a block's rest.
+    assert encoded == num_items and 0 <= reused <= num_items
+
+
 def test_the_program_of_the_page_runs(
     client: openai.OpenAI,
     tmp_path: Path,
@@ -151,7 +168,7 @@ def test_the_program_of_the_page_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     page = (Path(__file__).parents[3] / "docs" / "pictures.md").read_text()
-    [program] = re.findall(r"```python\n(.+?)```", page, re.DOTALL)
+    program, _ = re.findall(r"```python\n(.+?)```", page, re.DOTALL)
     assert "http://localhost:8000" in program
     WIDE.save(tmp_path / "picture.png")
     (tmp_path / "program.py").write_text(program)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block hashing of requests: what goes into a name, and that growing changes no name."""
+"""Block hashing of requests: what goes into a digest, and that growing changes no digest."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def hashes(
     return request.block_hashes
 
 
-def test_a_name_is_the_hash_of_parent_and_packed_ids() -> None:
+def test_a_digest_is_the_hash_of_parent_and_packed_ids() -> None:
     first = hashlib.sha256(ROOT + np.array(TOKENS[:4], "<i4").tobytes()).digest()
     second = hashlib.sha256(first + np.array(TOKENS[4:8], "<i4").tobytes()).digest()
     assert hashes(TOKENS) == [first, second]
@@ -53,7 +53,7 @@ def test_golden_chain() -> None:
     ]
 
 
-def test_the_salt_names_the_first_block_and_the_chain_carries_it() -> None:
+def test_the_salt_is_in_the_first_block_and_the_chain_carries_it() -> None:
     salted = hashes(TOKENS, cache_salt=b"s")
     extras = cbor2.dumps([["salt", b"s"]], canonical=True)
     raw = np.array(TOKENS, "<i4").tobytes()
@@ -62,7 +62,7 @@ def test_the_salt_names_the_first_block_and_the_chain_carries_it() -> None:
     assert not set(salted) & set(hashes(TOKENS))
 
 
-def test_the_adapter_names_every_block() -> None:
+def test_the_adapter_is_in_the_digest_of_every_block() -> None:
     raw = np.array(TOKENS, "<i4").tobytes()
     lora = cbor2.dumps([["lora", b"f" * 32]], canonical=True)
     both = cbor2.dumps([["salt", b"s"], ["lora", b"f" * 32]], canonical=True)
@@ -74,11 +74,11 @@ def test_the_adapter_names_every_block() -> None:
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
 def test_an_adapter_counts_by_its_content_and_not_by_its_name(algorithm: str) -> None:
     hasher = make_block_hasher(ROOT, 4, algorithm)
-    named = hashes(TOKENS, hasher, adapter=ADAPTER)
-    assert hashes(TOKENS, hasher, adapter=ADAPTER._replace(name="b")) == named
+    adapted = hashes(TOKENS, hasher, adapter=ADAPTER)
+    assert hashes(TOKENS, hasher, adapter=ADAPTER._replace(name="b")) == adapted
     other = hashes(TOKENS, hasher, adapter=ADAPTER._replace(fingerprint=b"f" * 31 + b"g"))
-    assert not set(named) & set(other)
-    assert not set(named) & set(hashes(TOKENS, hasher))
+    assert not set(adapted) & set(other)
+    assert not set(adapted) & set(hashes(TOKENS, hasher))
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
@@ -88,7 +88,7 @@ def test_an_adapter_counts_by_its_content_and_not_by_its_name(algorithm: str) ->
     salt=st.sampled_from([None, b"salt"]),
     lora=st.sampled_from([None, ADAPTER]),
 )
-def test_growing_by_pieces_names_blocks_as_if_they_came_at_once(
+def test_growing_by_pieces_hashes_blocks_as_if_they_came_at_once(
     algorithm: str,
     prompt: list[int],
     pieces: list[list[int]],

@@ -7,7 +7,7 @@ import random
 
 from stratakv.engine.cache.block_pool import BlockPool
 
-from .test_block_pool import digest, key, named
+from .test_block_pool import cached, digest, key
 
 WITHIN = 4
 
@@ -18,7 +18,7 @@ def cold(pool: BlockPool, count: int = 100, least: int = 1) -> list[bytes]:
 
 def test_they_come_in_the_order_of_reuse_and_once() -> None:
     pool = BlockPool(9)
-    pool.free_blocks(named(pool, *range(1, 9)))
+    pool.free_blocks(cached(pool, *range(1, 9)))
     assert cold(pool, 3) == [key(1), key(2), key(3)]
     assert cold(pool) == [key(4)]
     assert cold(pool) == []
@@ -26,7 +26,7 @@ def test_they_come_in_the_order_of_reuse_and_once() -> None:
 
 def test_few_are_kept_until_there_are_enough() -> None:
     pool = BlockPool(9)
-    pool.free_blocks(named(pool, *range(1, 9)))
+    pool.free_blocks(cached(pool, *range(1, 9)))
     assert len(cold(pool)) == WITHIN
     pool.get_new_blocks(1)
     assert cold(pool, least=2) == []
@@ -38,7 +38,7 @@ def test_few_are_kept_until_there_are_enough() -> None:
 
 def test_few_go_with_one_that_was_evicted_before_it_was_given() -> None:
     pool = BlockPool(9)
-    pool.free_blocks(named(pool, *range(1, 9)))
+    pool.free_blocks(cached(pool, *range(1, 9)))
     assert cold(pool, least=5) == []
     pool.get_new_blocks(1)
     assert cold(pool, least=5) == [key(2), key(3), key(4), key(5)]
@@ -50,7 +50,7 @@ def test_few_go_with_one_that_was_evicted_before_it_was_given() -> None:
 
 def test_one_that_is_freed_into_a_short_queue_is_seen() -> None:
     pool = BlockPool(9)
-    blocks = named(pool, *range(1, 9))
+    blocks = cached(pool, *range(1, 9))
     assert cold(pool) == []
     pool.free_blocks(blocks[:3])
     assert cold(pool) == [key(1), key(2), key(3)]
@@ -60,7 +60,7 @@ def test_one_that_is_freed_into_a_short_queue_is_seen() -> None:
 
 def test_one_that_comes_nearer_since_another_was_taken_back_is_seen() -> None:
     pool = BlockPool(9)
-    blocks = named(pool, *range(1, 9))
+    blocks = cached(pool, *range(1, 9))
     pool.free_blocks(blocks)
     assert len(cold(pool)) == WITHIN
     pool.touch(blocks[1:3])
@@ -69,7 +69,7 @@ def test_one_that_comes_nearer_since_another_was_taken_back_is_seen() -> None:
 
 def test_one_that_was_not_computed_yet_is_seen_later() -> None:
     pool = BlockPool(9)
-    pool.free_blocks(named(pool, 1, 2, 3, computed=False))
+    pool.free_blocks(cached(pool, 1, 2, 3, computed=False))
     pool.get_new_blocks(5)
     assert cold(pool) == []
     pool.commit_step()
@@ -81,14 +81,14 @@ def test_random_lives_miss_none_and_give_none_twice(seed: int) -> None:
     rng = random.Random(seed)
     num_given = 0
     for _ in range(200):
-        pool, held, names = BlockPool(rng.randint(3, 12)), [], iter(range(250))
+        pool, held, numbers = BlockPool(rng.randint(3, 12)), [], iter(range(250))
         given: set[tuple[int, bytes]] = set()
         for _ in range(40):
             action = rng.randrange(5)
             if action == 0 and pool.num_free:
                 blocks = pool.get_new_blocks(rng.randint(1, min(3, pool.num_free)))
                 if rng.random() < 0.8:
-                    pool.cache_full_blocks([digest(next(names)) for _ in blocks], blocks)
+                    pool.cache_full_blocks([digest(next(numbers)) for _ in blocks], blocks)
                 held.append(blocks)
             elif action == 1 and held:
                 pool.free_blocks(held.pop(rng.randrange(len(held))))

@@ -66,7 +66,7 @@ def test_a_window_leaves_null_blocks_behind() -> None:
     compute(manager, request, 5)
     assert tables(manager, request) == ([0, 0, 3, 4, 5],)
     assert free_ids(manager)[-2:] == [1, 2]
-    # They can be found until somebody takes them; the null block has no name and is not free.
+    # They can be found until somebody takes them; the null block has no key and is not free.
     assert [manager.pool.blocks[i].block_hash for i in (1, 2)] == keys
     null = manager.pool.null_block
     assert null.block_hash is None
@@ -160,14 +160,14 @@ def test_a_hybrid_hit_needs_the_window_but_not_what_lies_before_it() -> None:
 
     # Position 24 reads from 19 on, which is in block 4.
     assert hit() == (24, [[1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 11, 12]])
-    pool.drop_names([pool.blocks[7], pool.blocks[8]])
+    pool.uncache_blocks([pool.blocks[7], pool.blocks[8]])
     assert hit()[0] == 24
     # Without its last block a shorter hit is left, and without the one before it a gap of two.
-    pool.drop_names([pool.blocks[12]])
+    pool.uncache_blocks([pool.blocks[12]])
     assert hit() == (20, [[1, 2, 3, 4, 5], [0, 0, 0, 10, 11]])
-    pool.drop_names([pool.blocks[11]])
+    pool.uncache_blocks([pool.blocks[11]])
     assert hit() == (16, [[1, 2, 3, 4], [0, 0, 9, 10]])
-    pool.drop_names([pool.blocks[9]])
+    pool.uncache_blocks([pool.blocks[9]])
     assert hit() == (0, [[], []])
     # The rest of the full group's prefix is of no use alone.
     assert pool.has(owner.block_hashes[5] + b"\0\0")
@@ -218,7 +218,7 @@ def test_a_load_brings_what_the_window_needs() -> None:
 
 
 def test_digests_may_come_more_often_than_blocks() -> None:
-    """Digests of two tokens and blocks of eight: the last of four names a block."""
+    """Digests of two tokens and blocks of eight: the key of a block has the last of four."""
     hasher = make_block_hasher(b"r" * 32, 2)
     manager = KVCacheManager(50, 8, 1000, attention=(full(), window(9)), hash_block_size=2)
 
@@ -228,13 +228,13 @@ def test_digests_may_come_more_often_than_blocks() -> None:
     owner = request("owner", 30)
     assert len(owner.block_hashes) == 15
     start(manager, owner, 30)
-    named = [block for block in manager.pool.blocks if block.block_hash]
-    assert {(block.block_hash or b"")[:32] for block in named} == set(owner.block_hashes[3:12:4])
+    cached = [block for block in manager.pool.blocks if block.block_hash]
+    assert {(block.block_hash or b"")[:32] for block in cached} == set(owner.block_hashes[3:12:4])
     assert manager.get_computed_blocks(request("other", 30))[1] == 24
     assert manager.get_computed_blocks(request("other", 24))[1] == 16
-    assert len(manager.drop_names(owner)) == 2 * 3
+    assert len(manager.uncache_request(owner)) == 2 * 3
     assert manager.get_computed_blocks(request("other", 30))[1] == 0
-    with pytest.raises(ValueError, match="blocks of 8 tokens cannot be named by digests of 3"):
+    with pytest.raises(ValueError, match="blocks of 8 tokens cannot have keys of digests of 3"):
         KVCacheManager(50, 8, 1000, hash_block_size=3)
 
 

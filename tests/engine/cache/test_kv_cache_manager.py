@@ -64,7 +64,7 @@ def test_three_requests_share_reuse_and_evict() -> None:
     pool = manager.pool
     assert [pool.blocks[i].block_hash is not None for i in (1, 2, 3, 4)] == [True] * 3 + [False]
 
-    # It decodes on: block 4 becomes full and gets its name, block 5 is added at the end.
+    # It decodes on: block 4 becomes full and is cached, block 5 is added at the end.
     decode(manager, req0, "P")
     assert table(manager, req0) == [1, 2, 3, 4]
     assert pool.blocks[4].block_hash is not None
@@ -86,7 +86,7 @@ def test_three_requests_share_reuse_and_evict() -> None:
     manager.free(req1)
     assert free_ids(manager) == [8, 9, 10, 5, 4, 3, 7, 6, 2, 1]
 
-    # Three hits leave the queue before the new blocks are taken; block 4 loses its name.
+    # Three hits leave the queue before the new blocks are taken; block 4 loses its key.
     key4 = pool.blocks[4].block_hash
     assert key4 is not None
     req2 = make_request("req2", "ABCDEFGHIJKL" + "0123456789abcdef" + "g")
@@ -170,7 +170,7 @@ def test_skipping_and_disabling_the_cache() -> None:
     assert off.get_computed_blocks(make_request("second", "ABCDEFGHI"))[1] == 0
 
 
-def test_a_request_without_digests_gets_blocks_without_names() -> None:
+def test_a_request_without_digests_gets_blocks_without_keys() -> None:
     manager = make_manager()
     start(manager, Request("r", list(range(9)), SamplingParams()))
     assert manager.get_block_ids("r") == ([1, 2, 3],)
@@ -207,7 +207,7 @@ def test_blocks_can_be_kept_free() -> None:
     assert manager.allocate_slots(request, 0, keep_free_blocks=3) is not None
 
 
-def test_tokens_that_are_not_known_yet_get_blocks_but_no_names() -> None:
+def test_tokens_that_are_not_known_yet_get_blocks_but_no_keys() -> None:
     manager = make_manager()
     request = make_request("r", "ABCDEF")
     added = manager.allocate_slots(request, 13)
@@ -227,7 +227,7 @@ def test_blocks_stop_at_the_end_of_the_context() -> None:
     assert table(manager, request) == [1, 2]
 
 
-def test_a_load_delays_the_names_and_keeps_what_did_not_come() -> None:
+def test_a_load_delays_the_keys_and_keeps_what_did_not_come() -> None:
     manager = make_manager()
     start(manager, make_request("owner", "ABCD"))
     manager.pool.commit_step()
@@ -256,14 +256,14 @@ def test_a_load_delays_the_names_and_keeps_what_did_not_come() -> None:
     assert manager.pool.blocks[4].block_hash is not None
 
 
-def test_blocks_without_names_are_never_found_again() -> None:
+def test_blocks_without_keys_are_never_found_again() -> None:
     manager = make_manager()
     good = make_request("good", "ABCDEFGH")
     start(manager, good)
     bad = make_request("bad", "ABCDEFGHIJKLM")
     start(manager, bad)
     manager.pool.commit_step()
-    manager.drop_names(bad)
+    manager.uncache_request(bad)
     manager.free(bad)
     assert manager.get_computed_blocks(make_request("r", "ABCDEFGHIJKLM"))[1] == 0
     assert table(manager, good) == [1, 2]
@@ -280,7 +280,7 @@ def test_groups_share_one_pool_and_a_hit_needs_all_of_them() -> None:
     assert manager.get_block_ids("r") == ([1, 3, 5], [2, 4, 6])
     assert manager.num_blocks_for(9) == 6
     assert (manager.pool.num_held, manager.pool.num_free) == (6, 18 - 6)
-    manager.pool.drop_names([manager.pool.blocks[2]])
+    manager.pool.uncache_blocks([manager.pool.blocks[2]])
     hits, num_hit = manager.get_computed_blocks(make_request("other", "ABCDEFGHI"))
     assert num_hit == 4
     assert manager.page_ids(hits) == ([1], [2])
@@ -293,7 +293,7 @@ def test_groups_that_attend_otherwise_have_blocks_of_their_own() -> None:
     request = make_request("r", "ABCDEFGHI")
     start(manager, request)
     assert manager.get_block_ids("r") == ([1, 2, 3], [4, 5, 6])
-    manager.pool.drop_names([manager.pool.blocks[5]])
+    manager.pool.uncache_blocks([manager.pool.blocks[5]])
     hits, num_hit = manager.get_computed_blocks(make_request("other", "ABCDEFGHI"))
     assert num_hit == 4
     assert manager.page_ids(hits) == ([1], [4])
@@ -316,7 +316,7 @@ def test_reusing_some_blocks_of_a_prefix_costs_its_hit_no_more_than_these(
     for _ in range(5):
         hits.append(manager.get_computed_blocks(again)[1])
         manager.pool.get_new_blocks(2 // manager.pool.width)
-    assert hits == [16, 16, 12, 8, 4], "the first two blocks had no names"
+    assert hits == [16, 16, 12, 8, 4], "the first two blocks had no keys"
 
 
 def test_hits_go_only_before_an_empty_table() -> None:
@@ -329,7 +329,7 @@ def test_hits_go_only_before_an_empty_table() -> None:
 
 
 @pytest.mark.parametrize("attention", [(full(),), (full(), full()), (full(), window(9))])
-def test_what_a_revoked_step_named_is_named_again(attention: tuple[LayerAttention, ...]) -> None:
+def test_what_a_revoked_step_cached_is_cached_again(attention: tuple[LayerAttention, ...]) -> None:
     manager = make_manager(60, attention=attention)
     request = make_request("r", "ABCDEFGHIJKLMNOPQ")
     start(manager, request, 4)
@@ -347,7 +347,7 @@ def test_what_a_revoked_step_named_is_named_again(attention: tuple[LayerAttentio
 
 
 @pytest.mark.parametrize("attention", [(full(),), (full(), full()), (full(), window(9))])
-def test_hits_keep_their_names_when_the_step_that_found_them_fails(
+def test_hits_keep_their_keys_when_the_step_that_found_them_fails(
     attention: tuple[LayerAttention, ...],
 ) -> None:
     manager = make_manager(60, attention=attention)
@@ -361,9 +361,9 @@ def test_hits_keep_their_names_when_the_step_that_found_them_fails(
     assert manager.get_computed_blocks(make_request("other", "ABCDEFGHIJKLMNOPQRS"))[1] == 16
 
 
-def test_a_fork_leaves_a_tail_that_has_a_name_as_it_is() -> None:
-    """Its parent was handed over after one token, which names the prompt's partly filled end. Were
-    the fork to fill that block, it would lose the name's place, and the name would stay."""
+def test_a_fork_leaves_a_tail_that_has_a_key_as_it_is() -> None:
+    """Its parent was handed over after one token, which caches the prompt's partly filled end. Were
+    the fork to fill that block, it would lose the key's place, and the key would stay."""
     manager = KVCacheManager(40, 4, 100)
     pool = manager.pool
     parent, child = (
@@ -375,16 +375,16 @@ def test_a_fork_leaves_a_tail_that_has_a_name_as_it_is() -> None:
     parent.num_computed_tokens = child.num_computed_tokens = 6
     pool.commit_step(1)
     parent.append_output_token(1)
-    manager.name_tail(parent)
+    manager.cache_tail(parent)
     manager.free(parent)
     tail = parent.prompt_tail_hash() + bytes(2)
-    named = pool.named(tail)
-    assert manager.tables("c")[0][1] is named
+    cached = pool.cached_block(tail)
+    assert manager.tables("c")[0][1] is cached
     for step, token in enumerate((3, 4, 5), start=2):
         child.append_output_token(token)
         pool.begin_step(step)
         assert manager.allocate_slots(child, 1) is not None
         child.num_computed_tokens += 1
         pool.commit_step(step)
-    assert manager.tables("c")[0][1] is not named
-    assert pool.named(tail) is named and named.block_hash == tail
+    assert manager.tables("c")[0][1] is not cached
+    assert pool.cached_block(tail) is cached and cached.block_hash == tail

@@ -18,15 +18,15 @@ HASHER = make_block_hasher(b"r" * 32, SIZE)
 
 
 class Oracle:
-    """What the pool must do, said with lists: names by free order and by prefix of tokens."""
+    """What the pool must do, said with lists: keys by free order and by prefix of tokens."""
 
     def __init__(self, num_blocks: int) -> None:
         self.free = list(range(1, num_blocks))
-        self.names: dict[int, tuple[int, ...]] = {}  # block → all tokens up to its end
+        self.prefixes: dict[int, tuple[int, ...]] = {}  # block → all tokens up to its end
         self.tables: dict[str, list[int]] = {}
 
     def prefix(self, tokens: tuple[int, ...]) -> int:
-        known = set(self.names.values())
+        known = set(self.prefixes.values())
         count = 0
         while (count + 1) * SIZE < len(tokens) and tokens[: (count + 1) * SIZE] in known:
             count += 1
@@ -82,7 +82,7 @@ def admit(
     hits, num_hit = manager.get_computed_blocks(request)
     assert num_hit == oracle.prefix(tokens) * SIZE
     hit_ids = [block.block_id for block in hits[0]]
-    assert [oracle.names[i] for i in hit_ids] == [
+    assert [oracle.prefixes[i] for i in hit_ids] == [
         tokens[:end] for end in range(SIZE, num_hit + 1, SIZE)
     ]
     count = rng.randint(1, len(tokens) - num_hit)
@@ -116,12 +116,12 @@ def take(oracle: Oracle, request: Request, needed: int) -> None:
     new = oracle.free[:needed]
     del oracle.free[:needed]
     for block in new:
-        oracle.names.pop(block, None)
+        oracle.prefixes.pop(block, None)
     table = oracle.tables[request.request_id]
     table += new
     tokens = tuple(int(t) for t in request.all_token_ids)
     for index in range(request.num_computed_tokens // SIZE):
-        oracle.names.setdefault(table[index], tokens[: (index + 1) * SIZE])
+        oracle.prefixes.setdefault(table[index], tokens[: (index + 1) * SIZE])
 
 
 def compare(manager: KVCacheManager, oracle: Oracle) -> None:
@@ -131,7 +131,7 @@ def compare(manager: KVCacheManager, oracle: Oracle) -> None:
     assert [b.ref_cnt for b in manager.pool.blocks] == [
         references[b.block_id] for b in manager.pool.blocks
     ]
-    named = {b.block_id for b in manager.pool.blocks if b.block_hash is not None}
-    assert named == set(oracle.names)
+    cached = {b.block_id for b in manager.pool.blocks if b.block_hash is not None}
+    assert cached == set(oracle.prefixes)
     for name, table in oracle.tables.items():
         assert manager.get_block_ids(name) == (table,)

@@ -29,7 +29,7 @@ def count(histogram: Histogram) -> int:
     return sum(histogram.counts)
 
 
-def name(pool: BlockPool, blocks: list[KVCacheBlock], number: int) -> None:
+def cache(pool: BlockPool, blocks: list[KVCacheBlock], number: int) -> None:
     pool.cache_full_blocks([bytes([number + i]) * 32 for i in range(len(blocks))], blocks)
     pool.commit_step()
 
@@ -37,7 +37,7 @@ def name(pool: BlockPool, blocks: list[KVCacheBlock], number: int) -> None:
 def test_a_block_that_is_found_and_evicted(pool: BlockPool, clock: Clock) -> None:
     residency = pool.residency
     blocks = pool.get_new_blocks(1)
-    name(pool, blocks, 1)
+    cache(pool, blocks, 1)
     pool.free_blocks(blocks)
     clock.now += 3.0
     pool.touch(blocks)
@@ -53,7 +53,7 @@ def test_a_block_that_is_found_and_evicted(pool: BlockPool, clock: Clock) -> Non
     assert (count(residency.idle_before_evict), residency.idle_before_evict.total) == (1, 5.0)
 
 
-def test_only_blocks_with_a_name_are_evicted(pool: BlockPool, clock: Clock) -> None:
+def test_only_blocks_with_a_key_are_evicted(pool: BlockPool, clock: Clock) -> None:
     for _ in range(3):
         pool.free_blocks(pool.get_new_blocks(3))
         clock.now += 1.0
@@ -64,7 +64,7 @@ def test_only_blocks_with_a_name_are_evicted(pool: BlockPool, clock: Clock) -> N
 def test_a_block_lives_again_after_its_eviction(pool: BlockPool, clock: Clock) -> None:
     for life in range(2):
         blocks = pool.get_new_blocks(3)
-        name(pool, blocks, 10 * life)
+        cache(pool, blocks, 10 * life)
         pool.free_blocks(blocks)
         clock.now += 2.0
     pool.get_new_blocks(3)

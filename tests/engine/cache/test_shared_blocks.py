@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from stratakv.connector.messages import EvictedBlock
-from stratakv.connector.page_names import block_keys, page_keys, pages_of
+from stratakv.connector.page_keys import block_keys, page_keys, pages_of
 from stratakv.engine.cache.block_pool import BlockPool
 from stratakv.engine.cache.group_spec import pages_per_block
 from stratakv.engine.cache.kv_block import page_ids
@@ -55,7 +55,7 @@ def test_pages_have_the_next_ids_and_the_next_groups() -> None:
     assert pages_of([EvictedBlock(1, key(1, 255), 2)])[1].key == digest(1) + b"\0\1"
 
 
-def test_a_block_is_held_named_and_evicted_as_one_and_counted_in_pages() -> None:
+def test_a_block_is_held_cached_and_evicted_as_one_and_counted_in_pages() -> None:
     pool = BlockPool(8, width=2)
     assert (pool.num_blocks, pool.num_usable, pool.num_free) == (8, 6, 6)
     assert [block.block_id for block in pool.blocks] == [0, 1, 3, 5]
@@ -63,7 +63,7 @@ def test_a_block_is_held_named_and_evicted_as_one_and_counted_in_pages() -> None
     pool.cache_full_blocks([digest(1), digest(2)], blocks)
     assert (pool.num_held, pool.num_free, pool.num_cached) == (4, 2, 4)
     assert pool.usage == 4 / 6
-    assert sorted(pool.list_names()) == [key(n, g) for n in (1, 2) for g in (0, 1)]
+    assert sorted(pool.list_keys()) == [key(n, g) for n in (1, 2) for g in (0, 1)]
     pool.pin(blocks[:1])
     assert pool.num_reclaimable == 2
     pool.unpin(blocks[:1])
@@ -98,7 +98,7 @@ def test_blocks_are_stored_whole() -> None:
     assert [block.num_pages for block in pool.take_cold(3, 20)] == [2]
 
 
-def test_who_drops_or_hands_over_a_prompt_names_every_page() -> None:
+def test_who_drops_or_hands_over_a_prompt_has_the_keys_of_every_page() -> None:
     """Head first in each group; of windows what is read behind the prompt."""
     manager = KVCacheManager(40, 4, 100, attention=(full(), full(), window(3), window(3)))
     request = Request("r", range(13), SamplingParams())
@@ -107,7 +107,7 @@ def test_who_drops_or_hands_over_a_prompt_names_every_page() -> None:
     of_windows = [key(3, group) for group in (2, 3)]
     assert manager.prompt_keys(request, with_tail=False) == of_full + of_windows
     everything = [key(number, group) for group in range(4) for number in (1, 2, 3)]
-    assert manager.drop_names(request) == everything
+    assert manager.uncache_request(request) == everything
 
 
 def test_whoever_watches_hears_of_every_page() -> None:
@@ -124,6 +124,6 @@ def test_whoever_watches_hears_of_every_page() -> None:
     pool.tell_dropped(dropped.extend)
     blocks = pool.get_new_blocks(1)
     pool.cache_full_blocks([digest(1)], blocks, computed=True)
-    pool.drop_names(blocks)
+    pool.uncache_blocks(blocks)
     assert watcher.gone == [key(1), key(1, 1)]
     assert pages_of(dropped) == [(1, key(1), 1), (2, key(1, 1), 1)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from stratakv.connector.messages import EvictedBlock
-from stratakv.connector.page_names import group_of, group_suffix
+from stratakv.connector.page_keys import group_of, group_suffix
 from stratakv.engine.cache.block_hash import make_block_hasher
 from stratakv.engine.cache.kv_cache_manager import KVCacheManager
 from stratakv.engine.cache.state_checkpoints import StateCheckpoints
@@ -164,7 +164,7 @@ def test_what_takes_a_piece_takes_the_hit() -> None:
     rig = Rig(num_blocks=1 + 12)
     rig.start(ask("a", 22))
     rig.end_step()
-    # The pages that have no name go first, then pieces.
+    # The pages that have no key go first, then pieces.
     taken = rig.pool.get_new_blocks(rig.pool.num_free - PIECES + 1)
     evicted = rig.pool.take_evicted()
     assert [group_of(block.key) for block in evicted] == [1]
@@ -248,7 +248,7 @@ def test_a_load_that_fails_gives_its_pages_back() -> None:
 
 def test_tokens_that_are_not_known_yet() -> None:
     """A step that goes on behind a token which is being chosen ends at a multiple of the interval:
-    the checkpoint is named when that token is known, and given up where room is lacking."""
+    the checkpoint is cached when that token is known, and given up where room is lacking."""
     rig = Rig(state_interval=8)
     request = ask("a", 7)
     rig.start(request)
@@ -257,7 +257,7 @@ def test_tokens_that_are_not_known_yet() -> None:
     assert len(rig.states.held) == PIECES
     rig.end_step()
     request.append_output_token(7)
-    rig.manager.name_blocks(request, 8)
+    rig.manager.cache_scheduled(request, 8)
     assert rig.states.held == []
     rig.end_step()
     rig.end(request)
@@ -280,18 +280,18 @@ def test_the_end_of_a_prompt_for_another_engine() -> None:
     rig.start(request)
     assert rig.saves == [20, 22]
     rig.end_step()
-    rig.manager.name_tail(request)
+    rig.manager.cache_tail(request)
     keys = rig.manager.prompt_keys(request, with_tail=True)
     assert [group_of(key) for key in keys] == [0] * 6 + [1, 2, 3]
     assert all(map(rig.pool.has, keys))
 
 
-def test_names_that_are_dropped() -> None:
+def test_checkpoints_that_are_uncached() -> None:
     rig = Rig()
     request = ask("a", 22)
     rig.start(request)
     rig.end_step()
-    keys = rig.manager.drop_names(request)
+    keys = rig.manager.uncache_request(request)
     # All pieces: one that is left in a tier would be taken for a part of a later checkpoint.
     assert [group_of(key) for key in keys] == [0] * 5 + [1, 2, 3] * 5
     assert not any(map(rig.pool.has, rig.states.keys(request.block_hashes[4])))
@@ -299,7 +299,7 @@ def test_names_that_are_dropped() -> None:
     rig.start(handed)
     rig.end_step()
     tail = handed.prompt_tail_hash()
-    assert set(rig.states.keys(tail)) <= set(rig.manager.drop_names(handed))
+    assert set(rig.states.keys(tail)) <= set(rig.manager.uncache_request(handed))
     assert not any(map(rig.pool.has, rig.states.keys(tail)))
 
 

@@ -74,12 +74,13 @@ def test_a_pools_size_by_settings(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_an_engine_takes_the_blocks_that_are_left(monkeypatch: pytest.MonkeyPatch, num_groups: int):
     class Sizer:
-        def blocks(self, model: object, demand: PoolDemand, **limits: int) -> int:
+        def blocks(self, model: object, demand: PoolDemand, **limits: object) -> int:
             assert limits == {
                 "max_model_len": 64,
                 "max_tokens": 128,
                 "max_requests": 4,
                 "most_drafts": 0,
+                "encoder": None,
             }
             return 37
 

@@ -24,7 +24,7 @@ from stratakv.tiers.settings.values import ConfigError
 from ...tiny_models import make_llama
 from .conftest import VOCAB, config_of, finish, prompt_of, request, run
 from .drafting_cores import KINDS, asked_of, core_with, make_kind
-from .test_eagle import pages_by_name
+from .test_eagle import pages_by_key
 from .test_speculation import requests, told
 
 LARGE = {"num_key_value_heads": 3, "head_dim": 32}
@@ -137,7 +137,7 @@ def test_an_answer_that_no_drafts_are_wanted_of_is_left_and_caught_up_with(
 def test_beyond_the_context_of_the_draft_model_a_block_keeps_nothing_of_another_text(
     model: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """Its named blocks are those of an engine that has had no other text, byte for byte."""
+    """Its cached blocks are those of an engine that has had no other text, byte for byte."""
     draft = make_llama(tmp_path, seed=5, vocab_size=VOCAB, max_position_embeddings=44)
     asked = request("own", prompt_of(120, 9), max_tokens=7)
     others = [request(f"{i}", prompt_of(43, i), max_tokens=1, cache_salt="other") for i in range(6)]
@@ -150,7 +150,7 @@ def test_beyond_the_context_of_the_draft_model_a_block_keeps_nothing_of_another_
             run(core, *before)
             assert pages[1:].flatten(1).any(1).sum() >= (20 if before else 0)
             run(core, asked)
-            found.append(pages_by_name(core))
+            found.append(pages_by_key(core))
     new, reused = found
     common = new.keys() & reused.keys()
     assert len(common) >= 12

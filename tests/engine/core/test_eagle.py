@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stratakv.connector.page_names import pages_of
+from stratakv.connector.page_keys import pages_of
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.core.setup.model_check import check_model
 from stratakv.engine.request.beam_params import BeamSearchParams
@@ -65,8 +65,8 @@ def figures_of(core: EngineCore) -> dict[str, Any]:
     return dict(core.scheduler.speculation.stats())
 
 
-def pages_by_name(core: EngineCore) -> dict[bytes, np.ndarray[Any, Any]]:
-    """The numbers of all blocks of the pool that have a name, in the places that are in use."""
+def pages_by_key(core: EngineCore) -> dict[bytes, np.ndarray[Any, Any]]:
+    """The numbers of all blocks of the pool that have a key, in the places that are in use."""
     runner = core.executor.runner  # type: ignore[attr-defined]
     groups, pool = runner.groups, runner.pool.tensor.numpy()
     draft = runner.pool.pages_of_draft(groups).tensor.shape[1]
@@ -75,8 +75,8 @@ def pages_by_name(core: EngineCore) -> dict[bytes, np.ndarray[Any, Any]]:
         used[place.group, place.in_page] = True
     for place in groups.draft.places:
         used[place.group].reshape(draft, -1)[place.in_page] = True
-    named = pages_of(core.scheduler.manager.pool.resident())
-    return {name: pool[each][used[name[-2]]] for each, name, _ in named}
+    cached = pages_of(core.scheduler.manager.pool.resident())
+    return {key: pool[each][used[key[-2]]] for each, key, _ in cached}
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +92,12 @@ def known(model: Path, head: Path, expected: dict[str, Any]) -> dict[bytes, Any]
         for asked in asked_of(""):
             whole = unpack_token_ids(asked.prompt_token_ids) + expected[asked.request_id][0]
             run(core, request(asked.request_id, whole, max_tokens=1))
-        return pages_by_name(core)
+        return pages_by_key(core)
 
 
 def check_pages(core: EngineCore, known: dict[bytes, Any], at_least: int) -> None:
-    """The named blocks hold what those hold that were computed as prompts."""
-    found = pages_by_name(core)
+    """The cached blocks hold what those hold that were computed as prompts."""
+    found = pages_by_key(core)
     common = found.keys() & known.keys()
     assert len(common) >= at_least, (len(common), len(found), len(known))
     for name in common:
@@ -177,7 +177,7 @@ def test_blocks_with_accepted_drafts_are_those_of_a_prompt(
     """K and V that were computed of the head's own states are computed again of the model's."""
     with core_with(counting, counting_head) as core:
         said = run(core, request("a", [5, 6, 7], max_tokens=60))["a"].new_token_ids
-        figures, pages = figures_of(core), pages_by_name(core)
+        figures, pages = figures_of(core), pages_by_key(core)
     assert figures["num_accepted_tokens"] >= 40
     with core_with(counting, counting_head) as core:
         run(core, request("a", [5, 6, 7, *said], max_tokens=1))
@@ -234,7 +234,7 @@ def test_an_answer_that_no_drafts_are_wanted_of_is_computed_all_the_same(
         patched.setattr(Speculation, "most_drafts_of", few)
         with core_with(llama, head, max_num_batched_tokens=11) as core:
             said = run(core, request("a", prompt, max_tokens=90))["a"].new_token_ids
-            found = pages_by_name(core)
+            found = pages_by_key(core)
     with core_with(llama, head, max_num_batched_tokens=128) as core:
         run(core, request("a", prompt + said, max_tokens=1))
         check_pages(core, found, 12)
@@ -246,7 +246,7 @@ def test_blocks_that_beams_have_begun_for_each_other(llama: Path, tmp_path: Path
     params = BeamSearchParams(beam_width=3, max_tokens=25, ignore_eos=True)
     with core_with(llama, head) as core:
         found = beams_told(core, search("a", prompt, params), count=3)
-        pages = pages_by_name(core)
+        pages = pages_by_key(core)
     with core_with(llama, head, max_num_batched_tokens=128) as core:
         for name, output in found.items():
             run(core, request(name, prompt + output.new_token_ids, max_tokens=1))

@@ -13,7 +13,7 @@ import pytest
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.request.core_messages import AddRequest, RequestExtras, share_prompt
 
-from ..picture_model import FAMILIES, Part, PictureModel, draw_picture, make_picture_model
+from ..picture_model import KINDS, Part, PictureModel, draw_picture, make_picture_model
 from .conftest import config_of, finish, run
 from .conftest import request as asked_of
 
@@ -25,7 +25,7 @@ CHAT: list[Part] = ["look: ", WIDE, " and ", TALL, " differ"]
 Make = Callable[..., EngineCore]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PictureModel:
     return PictureModel(make_picture_model(tmp_path_factory.mktemp("pictures"), request.param))
 

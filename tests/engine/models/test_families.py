@@ -7,8 +7,13 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3VLConfig
-from transformers import Qwen3VLForConditionalGeneration as Qwen3VL
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen2_5_VLConfig,
+    Qwen3VLConfig,
+)
 
 from stratakv.engine.models.checkpoint.fingerprint import fingerprint
 from stratakv.engine.models.checkpoint.tensor_shapes import expected_tensors, name_of
@@ -34,6 +39,8 @@ HYBRID = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
 }
 NAMES = {family.model_type: name for name, family in FAMILIES.items()}
+# Configurations of whole models, for text parts of which transformers makes no model alone.
+WHOLE = {"qwen2_5_vl_text": Qwen2_5_VLConfig, "qwen3_vl_text": Qwen3VLConfig}
 SLIDING = "sliding_attention"
 # A Llama must give its positions, and a Ministral how it stretches them.
 SPARSE = [name for name in NAMES if name not in ("llama", "ministral3")]
@@ -55,11 +62,14 @@ def theirs(directory):
 def their_shapes(config):
     """The shapes of the decoder's tensors, by name."""
     with torch.device("meta"):
-        if config.model_type != "qwen3_vl_text":
+        if config.model_type not in WHOLE:
             model = AutoModelForCausalLM.from_config(config)
             return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1}
-        whole = Qwen3VL(Qwen3VLConfig(text_config=config.to_dict(), vision_config=vision))
+        make = WHOLE[config.model_type]
+        whole = AutoModelForImageTextToText.from_config(
+            make(text_config=config.to_dict(), vision_config=vision)
+        )
     tensors = {name: tensor for name, tensor in whole.state_dict().items() if "visual" not in name}
     part = "language_model."
     return {name.replace(part, ""): tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -74,8 +84,8 @@ def test_silence_means_what_it_means_to_transformers(model_type, directory):
     assert spec.head_dim == (getattr(config, "head_dim", None) or 64 // 32)
     assert spec.max_positions == config.max_position_embeddings
     assert spec.rms_norm_eps == getattr(config, spec.family.eps_key)
-    if model_type == "qwen3_vl_text":
-        config.tie_word_embeddings = Qwen3VLConfig().tie_word_embeddings  # of the whole model
+    if model_type in WHOLE:
+        config.tie_word_embeddings = WHOLE[model_type]().tie_word_embeddings
     assert spec.tied_embeddings == config.tie_word_embeddings
     if spec.family.never_turns:
         assert not hasattr(config, "rope_parameters") and set(spec.rope_of_layers) == {1}

@@ -28,9 +28,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_picture_model(tmp_path_factory.mktemp("pictures"))
 
 
-@pytest.fixture(scope="module")
-def grid_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_picture_model(tmp_path_factory.mktemp("pictures"), "qwen3_vl")
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def grid_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_picture_model(tmp_path_factory.mktemp("pictures"), request.param)
 
 
 def load(path: Path, dtype: torch.dtype = torch.float64) -> VisionEncoder:
@@ -63,7 +63,9 @@ def test_embeddings_are_those_of_transformers(path: Path) -> None:
         assert (found - theirs(path, one)).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("size", [(32, 32), (16, 64), (64, 16), (48, 80), (16, 16), (96, 96)])
+@pytest.mark.parametrize(
+    "size", [(32, 32), (16, 64), (64, 16), (48, 80), (16, 16), (96, 96), (112, 80)]
+)
 def test_embeddings_of_whole_pictures_are_those_of_transformers(
     grid_path: Path, size: tuple[int, int]
 ) -> None:
@@ -76,9 +78,10 @@ def test_embeddings_of_whole_pictures_are_those_of_transformers(
     model = PictureModel(grid_path).reference.model
     with torch.inference_mode():
         wanted = model.get_image_features(made["pixel_values"].double(), made["image_grid_thw"])
-    columns = [wanted.pooler_output, *wanted.deepstack_features]
+    columns = [wanted.pooler_output, *getattr(wanted, "deepstack_features", ())]
     whole = torch.cat([torch.cat(list(each)) for each in columns], dim=1)
-    assert found.shape == (size[0] * size[1] // 256, 3 * load_model_spec(grid_path).hidden_size)
+    hidden = load_model_spec(grid_path).hidden_size
+    assert found.shape == (size[0] * size[1] // 256, len(columns) * hidden)
     assert (found - whole).abs().max() < 1e-5
 
 
@@ -110,3 +113,50 @@ def test_files_that_do_not_fit_are_refused(path: Path, tmp_path: Path, fault: st
     words = {"heads": "number of heads", "unknown activation": "hidden_act"}
     with pytest.raises(ConfigError, match=words.get(fault, "fc1")):
         load(tmp_path)
+
+
+@pytest.fixture
+def windowed(tmp_path: Path) -> Path:
+    return make_picture_model(tmp_path, "qwen2_5_vl")
+
+
+def test_older_files_have_the_text_part_beside_the_whole(windowed: Path) -> None:
+    nested = load_model_spec(windowed)
+    config = json.loads((windowed / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    kept = {name: value for name, value in text.items() if name != "model_type"}
+    older = {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
+    config["vision_config"]["in_chans"] = config["vision_config"].pop("in_channels")
+    (windowed / "config.json").write_text(json.dumps(kept | config | older))
+    assert load_model_spec(windowed) == nested
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value", "words"),
+    [
+        ("vision_config", "window_size", 15, "window_size must be at least 16 pixels, one token"),
+        (
+            "vision_config",
+            "fullatt_block_indexes",
+            [3, 1],
+            "fullatt_block_indexes must be a rising",
+        ),
+        ("vision_config", "fullatt_block_indexes", [4], "a rising list of layers below 4"),
+        ("vision_config", "hidden_act", "gelu", "hidden_act must be silu"),
+        ("vision_config", "in_channels", 4, "in_channels must be 3"),
+        ("vision_config", "hidden_size", 24, "heads must have a multiple of 4 elements"),
+        ("text_config", "rope_parameters", {"mrope_section": [4, 2, 1]}, "with the sum 8"),
+    ],
+)
+def test_shapes_of_windowed_encoders_are_checked(
+    windowed: Path, part: str, field: str, value: object, words: str
+) -> None:
+    config = json.loads((windowed / "config.json").read_text())
+    config[part][field] = value
+    (windowed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=words):
+        load_model_spec(windowed)

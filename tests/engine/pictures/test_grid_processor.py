@@ -13,7 +13,7 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from stratakv.engine.models.spec.spec_parser import load_model_spec
-from stratakv.engine.pictures.grid_processor import GridProcessor, load_grid_processor
+from stratakv.engine.pictures.processors.grid_processor import GridProcessor, load_grid_processor
 from stratakv.tiers.settings.values import ConfigError
 
 from ..picture_model import draw_picture, make_picture_model

@@ -17,7 +17,11 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile, ImageOps
 
-from stratakv.engine.pictures.picture_decoding import decode_picture, read_picture_file
+from stratakv.engine.pictures.picture_decoding import (
+    decode_picture,
+    read_picture_file,
+    to_rgb_on_white,
+)
 from stratakv.engine.pictures.picture_errors import PictureError, PicturePoolFull
 from stratakv.engine.pictures.picture_file import PictureLimits
 from stratakv.engine.pictures.picture_pool import PicturePool
@@ -94,11 +98,12 @@ def test_valid_pictures_have_the_pixels_that_transformers_loads(name: str) -> No
 
 
 @pytest.mark.parametrize("name", [name for name in VALID if "turned" not in name])
-def test_over_white_equals_what_processors_do_with_an_image(name: str) -> None:
+def test_images_on_white_are_those_of_processors(name: str) -> None:
     from transformers.image_transforms import convert_to_rgb
 
-    wanted = convert_to_rgb(Image.open(io.BytesIO(VALID[name])), return_numpy=True)
-    assert np.array_equal(np.asarray(decode_picture(VALID[name], over_white=True)), wanted)
+    opened = Image.open(io.BytesIO(VALID[name]))
+    wanted = convert_to_rgb(opened, return_numpy=True)
+    assert np.array_equal(np.asarray(to_rgb_on_white(opened)), wanted)
 
 
 def test_metadata_changes_no_pixel() -> None:

@@ -15,13 +15,13 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from stratakv.engine.models.spec.spec_parser import load_model_spec
-from stratakv.engine.pictures.picture_processor import (
+from stratakv.engine.pictures.processors.picture_processor import (
     PictureItem,
     ProcessedPicture,
     expand_placeholders,
     place_items,
 )
-from stratakv.engine.pictures.tile_processor import TileProcessor, load_tile_processor
+from stratakv.engine.pictures.processors.tile_processor import TileProcessor, load_tile_processor
 from stratakv.tiers.settings.values import ConfigError
 
 from ..picture_model import draw_picture, make_picture_model

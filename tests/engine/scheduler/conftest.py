@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from stratakv.connector.messages import EvictedBlock
-from stratakv.connector.page_names import pages_of
+from stratakv.connector.page_keys import pages_of
 from stratakv.engine.cache.block_hash import make_block_hasher
 from stratakv.engine.cache.group_spec import NUM_SPARE_STATES
 from stratakv.engine.cache.kv_block import BlockCopy
@@ -41,7 +41,7 @@ from .dict_tiers import SIZE, DictTiers
 VOCAB = 50
 EOS = 0
 HASHER = make_block_hasher(b"r" * 32, SIZE)
-NO_WISHES = SamplingParams(max_tokens=1)  # of a request that is made for its names only
+NO_WISHES = SamplingParams(max_tokens=1)  # of a request that is made for its digests only
 
 
 def fingerprint(
@@ -100,14 +100,14 @@ class WorkerState:
     in_batch: bool = True
     end: int = 0  # of its last step
     numbers: list[int] = field(default_factory=list)  # of its first tokens
-    num_named: int = 0  # blocks, the first of them
+    num_cached: int = 0  # blocks, the first of them
 
     def start_again(self, said: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
         """With the prompt and these tokens."""
         self.tokens = self.tokens[: self.num_prompt] + list(said)
         self.tables = [list(each) for each in tables]
         self.in_batch = True
-        self.numbers, self.num_named = [], 0
+        self.numbers, self.num_cached = [], 0
 
     def accept(self, num_drafts: int, start: int, end: int) -> list[int]:
         """What it says where a step has computed the tokens from `start` to `end`, the last of them
@@ -131,7 +131,7 @@ class WorkerState:
         newest = said[-1] if said else self.tokens[num_kept]
         self.tokens = [*self.tokens[:num_kept], newest]
         self.numbers = self.numbers[:num_kept]
-        self.num_named = min(self.num_named, num_kept // SIZE)
+        self.num_cached = min(self.num_cached, num_kept // SIZE)
         self.end = num_kept
 
     def trim(self) -> None:
@@ -164,7 +164,7 @@ class Engine:
     slots: dict[tuple[int, int], int] = field(default_factory=dict)
     states: dict[str, WorkerState] = field(default_factory=dict)
     outputs: dict[str, list[TokenOutput]] = field(default_factory=dict)
-    names: dict[bytes, list[int]] = field(default_factory=dict)  # digest → what its block holds
+    contents: dict[bytes, list[int]] = field(default_factory=dict)  # digest → what its block holds
     has_failed: bool = False  # a step failed, so that it may know requests that start anew
     bad: set[str] = field(default_factory=set)  # requests whose logits are not finite
     attention: Sequence[LayerAttention] = (full(),)
@@ -437,7 +437,7 @@ class Engine:
         ) <= NUM_SPARE_STATES + num_free  # fmt: skip
 
     def _store(self) -> None:
-        """Evicted blocks still hold what their names promise: nothing uncomputed gets here."""
+        """Evicted blocks still hold what their keys promise: nothing uncomputed gets here."""
         if self.tiers is None:
             return
         self._read(self.tiers.stores)
@@ -467,7 +467,7 @@ class Engine:
         for block_id, key, _ in pages_of(blocks):
             held = [self.slots.get((block_id, offset)) for offset in range(SIZE)]
             group = int.from_bytes(key[32:], "little")
-            numbers = self.names[key[:32]]
+            numbers = self.contents[key[:32]]
             if group >= len(self.attention):  # a piece of the states behind the block
                 numbers = numbers[-1:] * SIZE
             assert held == [salted(state, group) for state in numbers]
@@ -496,17 +496,17 @@ class Engine:
             held = found[first % SIZE :][: end - first]
             wanted = [salted(number, group) for number in expected[first:]]
             assert held == wanted, f"{request_id} would read what is not its own"
-        self.name_blocks(state, end)
+        self.note_contents(state, end)
 
-    def name_blocks(self, state: WorkerState, end: int) -> None:
+    def note_contents(self, state: WorkerState, end: int) -> None:
         """Write down what the full blocks up to `end` hold."""
         numbers = state.fingerprint()
         count = end // SIZE
-        if count > state.num_named:
+        if count > state.num_cached:
             digests = digests_of(tuple(state.tokens[: count * SIZE]), state.adapter)
-            for index in range(state.num_named, count):
-                self.names[digests[index]] = numbers[index * SIZE : (index + 1) * SIZE]
-            state.num_named = count
+            for index in range(state.num_cached, count):
+                self.contents[digests[index]] = numbers[index * SIZE : (index + 1) * SIZE]
+            state.num_cached = count
 
 
 def check_copies(copies: Sequence[BlockCopy], busy: Set[int]) -> None:
@@ -521,8 +521,8 @@ def check_copies(copies: Sequence[BlockCopy], busy: Set[int]) -> None:
 @functools.lru_cache(maxsize=10_000)
 def digests_of(tokens: tuple[int, ...], adapter: bytes = b"") -> list[bytes]:
     """Return the digests of all full blocks, from the tokens and the adapter alone."""
-    named = Adapter("any", adapter) if adapter else None
-    request = Request("names", tokens, NO_WISHES, block_hasher=HASHER, adapter=named)
+    adapted = Adapter("any", adapter) if adapter else None
+    request = Request("digests", tokens, NO_WISHES, block_hasher=HASHER, adapter=adapted)
     return list(request.block_hashes)
 
 

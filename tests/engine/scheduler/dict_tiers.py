@@ -28,7 +28,7 @@ from stratakv.connector.messages import (
     Match,
     MatchKind,
 )
-from stratakv.connector.page_names import group_suffix
+from stratakv.connector.page_keys import group_suffix
 from stratakv.engine.models.layer_attention import LayerAttention, full
 
 SIZE = 4  # tokens in a block

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.connector.page_names import group_suffix
+from stratakv.connector.page_keys import group_suffix
 from stratakv.engine.request.adapter import Adapter
 from stratakv.engine.scheduler.scheduler import Pause
 from stratakv.engine.scheduler.waiting import adapter_budget

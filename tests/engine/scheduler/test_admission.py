@@ -29,7 +29,7 @@ def keep(engine: Any, tokens: list[int]) -> None:
     engine.add("keep", tokens, max_tokens=1)
     engine.run_all()
     for block in engine.manager.pool.resident():
-        engine.tiers.kept[block.key] = engine.names[block.key[:32]]
+        engine.tiers.kept[block.key] = engine.contents[block.key[:32]]
     assert engine.scheduler.reset_prefix_cache(reset_tiers=False)
     engine.outputs.clear()
 
@@ -197,7 +197,7 @@ def test_hits_that_this_step_writes_are_no_ground_for_a_load(
     and the step to fail, it would come back to a block that holds nothing."""
     engine = make_engine(tiers=tiers)
     keep(engine, prompt(10))
-    first = next(key for key in tiers.kept if engine.names[key[:32]][0] < 10**8)
+    first = next(key for key in tiers.kept if engine.contents[key[:32]][0] < 10**8)
     del tiers.kept[first]
     engine.add("a", prompt(6))
     b = engine.add("b", prompt(10))
@@ -217,13 +217,13 @@ def test_evicted_blocks_reach_the_tiers_in_their_step(
     engine.add("a", prompt(14), max_tokens=1)
     engine.run_all()
     assert tiers.kept == {}
-    names = [engine.manager.pool.blocks[i].block_hash for i in (3, 2, 1)]
+    keys = [engine.manager.pool.blocks[i].block_hash for i in (3, 2, 1)]
     engine.add("b", prompt(18, 20), max_tokens=1)
     output = engine.scheduler.schedule()
-    assert tiers.stores == [EvictedBlock(3, names[0]), EvictedBlock(2, names[1])]
+    assert tiers.stores == [EvictedBlock(3, keys[0]), EvictedBlock(2, keys[1])]
     assert output.connector_meta.stores[0].block_ids == [3, 2]
     engine.take(engine.scheduler.update_from_output(output, engine.run(output)))
-    assert set(tiers.kept) == set(names[:2])
+    assert set(tiers.kept) == set(keys[:2])
     engine.add("a2", prompt(14))
     engine.run_all()
     assert engine.said("a2") == say(prompt(14), 5)

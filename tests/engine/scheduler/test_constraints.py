@@ -47,8 +47,8 @@ def keep(engine: Engine, tokens: Sequence[int]) -> None:
     held = fingerprint(tokens)
     for index in range(len(tokens) // SIZE):
         name = digest_of(tokens, index)
-        engine.names[name] = held[SIZE * index : SIZE * (index + 1)]
-        engine.tiers.kept[name + b"\0\0"] = engine.names[name]
+        engine.contents[name] = held[SIZE * index : SIZE * (index + 1)]
+        engine.tiers.kept[name + b"\0\0"] = engine.contents[name]
 
 
 def test_one_that_waits_for_something_else_holds_up_nobody(make_engine: MakeEngine) -> None:

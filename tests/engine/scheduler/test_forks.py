@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from stratakv.connector.page_names import group_suffix
+from stratakv.connector.page_keys import group_suffix
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
 from stratakv.engine.request.request import Request
 from stratakv.engine.request.request import RequestStatus as Status
@@ -202,7 +202,7 @@ def test_a_load_is_waited_for_once() -> None:
     engine.run_all()
     engine.outputs.clear()
     assert engine.scheduler.reset_prefix_cache(reset_tiers=False)
-    for digest, held in engine.names.items():
+    for digest, held in engine.contents.items():
         tiers.kept[digest + group_suffix(0)] = held
     names = add_family(engine, PROMPT, 4)
     engine.run_all()
@@ -254,7 +254,7 @@ def test_who_comes_when_the_prompt_has_been_computed_is_no_fork() -> None:
     assert engine.said("1") == engine.said("2") == reference(PROMPT[:18], 5)
 
 
-def test_forks_take_the_names_of_the_blocks_from_the_first() -> None:
+def test_forks_take_the_digests_of_the_blocks_from_the_first() -> None:
     hashed = []
 
     def digests(request: Request) -> list[bytes]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from stratakv.connector.page_names import group_suffix
+from stratakv.connector.page_keys import group_suffix
 from stratakv.engine.models.layer_attention import LayerAttention, full, window
 from stratakv.engine.request.request import Request
 from stratakv.engine.request.sampling_params import SamplingParams

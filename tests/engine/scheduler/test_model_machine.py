@@ -29,7 +29,7 @@ from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from stratakv.connector.messages import EvictedBlock
-from stratakv.connector.page_names import group_suffix
+from stratakv.connector.page_keys import group_suffix
 from stratakv.engine.cache.kv_block import GroupBlocks, KVCacheBlock
 from stratakv.engine.core.continued import prompt_sessions as sessions_module
 from stratakv.engine.models.layer_attention import LayerAttention, chunk, full, window
@@ -143,7 +143,7 @@ class Life:
             held = fingerprint(document)
             for index in range(MAX_MODEL_LEN // SIZE):
                 name = digest_of(document, index)
-                self.engine.names[name] = held[SIZE * index : SIZE * (index + 1)]
+                self.engine.contents[name] = held[SIZE * index : SIZE * (index + 1)]
                 for group in range(len(attention)):
                     if rng.random() < known:
                         self.keep(name, group)
@@ -151,17 +151,17 @@ class Life:
                     self.keep_states(name)
         self.find = self.engine.manager.get_computed_blocks
         self.engine.manager.get_computed_blocks = self.checked_hit  # type: ignore[method-assign]
-        self.computed = self.computed_names()
+        self.computed = self.computed_keys()
         self.schedule = self.scheduler.schedule
         self.scheduler.schedule = self.checked_order  # type: ignore[method-assign]
 
     def keep(self, name: bytes, group: int) -> None:
-        held = self.engine.names[name]
+        held = self.engine.contents[name]
         self.tiers.kept[name + group_suffix(group)] = [salted(state, group) for state in held]
 
     def keep_states(self, name: bytes) -> None:
         """The states behind a block; each piece tells the last token."""
-        last = self.engine.names[name][-1]
+        last = self.engine.contents[name][-1]
         for group in self.state_groups:
             self.tiers.kept[name + group_suffix(group)] = [salted(last, group)] * SIZE
 
@@ -184,7 +184,7 @@ class Life:
         if act is None:
             return
         act(number)
-        self.names_go_as_the_connector_is_told(is_reset=act == self.reset)
+        self.keys_go_as_the_connector_is_told(is_reset=act == self.reset)
         self.blocks_are_owned_as_tables_say()
         self.tables_only_grow_and_forget()
         self.answers_and_counts_are_those_of_the_model()
@@ -353,13 +353,13 @@ class Life:
 
     def checked_hit(self, request: Request) -> tuple[GroupBlocks, int]:
         hits, num_tokens = self.find(request)
-        names = set(self.engine.manager.pool.list_names())
+        keys = set(self.engine.manager.pool.list_keys())
         expected = 0
         for num_blocks in range((request.num_tokens - 1) // SIZE, 0, -1):
             if request.skip_reading_prefix_cache:
                 break
             if all(
-                request.block_hashes[position // SIZE] + group_suffix(group) in names
+                request.block_hashes[position // SIZE] + group_suffix(group) in keys
                 for group, kind in enumerate(self.attention)
                 for position in range(kind.first_seen(num_blocks * SIZE), num_blocks * SIZE)
             ) and self.has_states(request.block_hashes[num_blocks - 1]):
@@ -372,7 +372,7 @@ class Life:
         """Whether the pool has a whole checkpoint behind a block, written by a step before."""
         pool = self.engine.manager.pool
         keys = [digest + group_suffix(group) for group in self.state_groups]
-        return all(pool.has(key) and not pool.is_due(pool.named(key)) for key in keys)
+        return all(pool.has(key) and not pool.is_due(pool.cached_block(key)) for key in keys)
 
     def checked_order(self) -> SchedulerOutput:
         """No request runs before its grammar is there. Who begins overtakes no equal, unless that
@@ -423,17 +423,17 @@ class Life:
         told = sum(len(each.new_token_ids) for told in outputs for each in told)
         return told + self.sessions.num_tokens
 
-    def computed_names(self) -> set[tuple[int, bytes]]:
+    def computed_keys(self) -> set[tuple[int, bytes]]:
         """By block."""
         pool = self.engine.manager.pool
-        named = [block for block in pool.blocks if block.block_hash]
-        return {(b.block_id, b.block_hash or b"") for b in named if b not in pool._uncomputed}
+        cached = [block for block in pool.blocks if block.block_hash]
+        return {(b.block_id, b.block_hash or b"") for b in cached if b not in pool._uncomputed}
 
-    def names_go_as_the_connector_is_told(self, *, is_reset: bool) -> None:
+    def keys_go_as_the_connector_is_told(self, *, is_reset: bool) -> None:
         """Whoever stores blocks hears of every name that is lost, and whole; and only a reset takes
         names otherwise than by evicting them from blocks that were computed before."""
         width, before = self.engine.manager.pool.width, self.computed
-        self.computed = self.computed_names()
+        self.computed = self.computed_keys()
         assert all(block.num_pages == width for block in (*self.evicted, *self.dropped))
         evicted = {(block.block_id, block.key) for block in self.evicted}
         dropped = {(block.block_id, block.key) for block in self.dropped}
@@ -466,7 +466,7 @@ class Life:
             kept.update(block.block_id for each in states._pinned.values() for block in each)
         alone = [block for block, count in kept.items() if references[block] == count]
         assert pool.num_reclaimable == len(alone)
-        for key, found in pool._named.items():
+        for key, found in pool._cached.items():
             blocks = found.values() if isinstance(found, dict) else [found]
             assert all(block.block_hash == key for block in blocks)
 

@@ -56,13 +56,13 @@ def test_it_knows_what_the_engine_knows(make_engine: MakeEngine, seed: int) -> N
             engine.step()
         elif engine.tiers:
             engine.tiers.tick()
-        recorder.check_names(engine.scheduler)
+        recorder.check_keys(engine.scheduler)
     engine.run_all()
-    recorder.check_names(engine.scheduler)
+    recorder.check_keys(engine.scheduler)
     recorder.check_all_ended(engine.scheduler)
     assert len(recorder.stories) == len(asked)
     # What a name stands for is told with it.
-    for key, tokens in recorder.names.items():
+    for key, tokens in recorder.cached.items():
         request = Request("x", tokens, SamplingParams(), block_hasher=HASHER)
         assert request.block_hashes[-1] == key[:32]
 
@@ -82,8 +82,8 @@ def test_an_observer_that_fails_costs_nothing(
     assert caplog.text.count("hears nothing more") == 1
 
 
-def test_names_are_told_only_where_somebody_hears_them(make_engine: MakeEngine) -> None:
-    """A block is named in every sixteenth decode, and a trace has no use for it."""
+def test_keys_are_told_only_where_somebody_hears_them(make_engine: MakeEngine) -> None:
+    """A block is cached in every sixteenth decode, and a trace has no use for it."""
 
     class Ends(Observer):
         def __init__(self) -> None:

@@ -36,7 +36,7 @@ def keep(engine: Any, tokens: Sequence[int]) -> None:
     engine.add("keeps", tokens, max_tokens=1)
     engine.run_all()
     for block in engine.manager.pool.resident():
-        engine.tiers.kept[block.key] = engine.names[block.key[:32]]
+        engine.tiers.kept[block.key] = engine.contents[block.key[:32]]
     assert engine.scheduler.reset_prefix_cache(reset_tiers=False)
 
 

@@ -103,7 +103,7 @@ def test_who_was_sent_back_loads_where_a_paused_one_has_loaded(make_engine: Make
         engine.step()
     engine.scheduler.finish_requests(["a"])
     assert engine.scheduler.reset_prefix_cache(reset_tiers=False)
-    for name, held in engine.names.items():
+    for name, held in engine.contents.items():
         tiers.kept[name + b"\0\0"] = held
     # It stands aside for a moment, so that `new` begins to load before the pause.
     ask = tiers.get_matched_tokens

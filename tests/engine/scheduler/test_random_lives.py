@@ -191,7 +191,7 @@ def check_invariants(engine: Any) -> None:
         if not any(each.is_finished for each in states.loads.blocking):  # else one goes first
             spare = pool.num_free
             if engine.manager.states is not None:  # those are given up when room is lacking
-                spare += sum(len(blocks) for _, blocks in engine.manager.states._unnamed.values())
+                spare += sum(len(blocks) for _, blocks in engine.manager.states._uncached.values())
             assert engine.manager.num_reserved(wanted) <= spare
 
 

@@ -50,8 +50,8 @@ def check_life(rng: random.Random, make_engine: Any, tiers: Any, say: Any) -> No
         held = fingerprint(document)
         for index in range(max_model_len // SIZE):
             name = digest_of(document, index)
-            engine.names[name] = held[SIZE * index : SIZE * (index + 1)]
-            tiers.kept[name + b"\0\0"] = engine.names[name]
+            engine.contents[name] = held[SIZE * index : SIZE * (index + 1)]
+            tiers.kept[name + b"\0\0"] = engine.contents[name]
     faults = rng.random() < 0.5
     prompts: dict[str, tuple[list[int], int, int | None]] = {}
     spoilt: set[str] = set()

@@ -157,7 +157,7 @@ def test_what_was_computed_behind_the_end_is_nobodys(make_engine: MakeEngine) ->
 def test_blocks_of_those_who_run_ahead_are_found_as_those_of_others(
     make_engine: MakeEngine,
 ) -> None:
-    """A block that an unknown token completes gets its name when the token is known."""
+    """A block that an unknown token completes is cached when the token is known."""
     found = {}
     for runs_ahead in (False, True):
         for count in range(1, 2 * SIZE + 2):
@@ -339,14 +339,14 @@ def check_life(
             assert said == expected, name
     assert engine.manager.pool.is_idle
     assert not engine.manager.pool._uncomputed
-    recorder.check_names(engine.scheduler)
+    recorder.check_keys(engine.scheduler)
     recorder.check_all_ended(engine.scheduler)
     if trace:
         trace.check()
 
 
 def test_a_request_is_taken_back_out_of_a_step(make_engine: MakeEngine) -> None:
-    """As if it had never been in it: budget, blocks, names, counters."""
+    """As if it had never been in it: budget, blocks, keys, counters."""
     engine = make_engine(max_num_batched_tokens=64)
     request = engine.add("a", prompt(30), max_tokens=9)
     other = engine.add("b", prompt(10, 1), max_tokens=9)
@@ -367,7 +367,7 @@ def test_a_request_is_taken_back_out_of_a_step(make_engine: MakeEngine) -> None:
     assert list(step.build_output(set(), set(), None).num_scheduled_tokens) == ["b"]
     with pytest.raises(KeyError):
         step.revoke(request)
-    # It gets the same again, name included.
+    # It gets the same again, key included.
     step.go_on(request, 2, manager.allocate_slots(request, 2))
     assert pool.get_cached_prefix(request.block_hashes)[0][-1].block_id == engine.table("a")[7]
 

@@ -3,14 +3,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from stratakv.engine.cache.group_spec import plan_groups
+from stratakv.engine.models.checkpoint.tensor_shapes import expected_tensors
 from stratakv.engine.models.decoder import Decoder
 from stratakv.engine.models.spec.spec_parser import load_model_spec
+from stratakv.engine.models.vision.vision_loading import load_vision_encoder
+from stratakv.engine.models.vision.vision_shapes import encoder_bytes, weight_shapes
+from stratakv.engine.plan.memory_plan import activation_bytes, weight_bytes
 from stratakv.engine.worker.pool_demand import PoolDemand
 from stratakv.engine.worker.runtime.placement import KERNELS, Placement
 from stratakv.engine.worker.runtime.pool_sizing import (
@@ -26,6 +34,7 @@ from stratakv.tiers.block import BlockLayout
 from stratakv.tiers.settings.values import GIB, MAX_BLOCKS, MIB, ConfigError
 
 from ...kernels.other_hardware import other_hardware
+from ..picture_model import make_picture_model
 from .pool_shares import pools_of_two_shares
 
 BY_TRITON = {"attention_backend": TRITON, "strict_kernels": False}
@@ -155,6 +164,33 @@ def test_the_largest_step_is_run_between_the_measurements(checkpoint, monkeypatc
     assert meter.resets == 1
     assert seen == [7, 7], "one step waits while the next is computed"
     assert blocks == (3 * GIB - RESERVE_BYTES) // layout.page_bytes
+
+
+def test_the_largest_picture_is_encoded_before_the_pool_is_sized(tmp_path: Path) -> None:
+    """On the host its memory is estimated, and the encoder's weights count."""
+    path = make_picture_model(tmp_path, "qwen3_vl")
+    spec = load_model_spec(path)
+    model = Decoder.load(path, spec, 64, torch.float64)
+    encoder = load_vision_encoder(path, spec.vision, spec.hidden_size, torch.float64)
+    seen: list[tuple[int, ...]] = []
+
+    class Recorded:
+        def encode_pictures(self, pictures: list[np.ndarray], /) -> list[torch.Tensor]:
+            seen.extend(each.shape for each in pictures)
+            return encoder.encode_pictures(pictures)
+
+    demand = PoolDemand(plan_groups(spec.layout(16, "float64")), 33)
+    sizes = {"max_model_len": 64, "max_tokens": 33, "max_requests": 7}
+    sizer = PoolSizer(Placement(memory_share=0.5), Meter())
+    sizer.blocks(model, demand, **sizes, encoder=Recorded())
+    assert seen == [(64, 64, 3)], "the processor takes 4,096 pixels, and a token has 16 a side"
+    of_text = sum(math.prod(shape) for shape in expected_tensors(spec).values())
+    stored = load_file(path / "model.safetensors").values()
+    assert weight_bytes(weight_shapes(spec), "float64") == 8 * sum(t.numel() for t in stored)
+    assert of_text < sum(math.prod(shape) for shape in weight_shapes(spec).values())
+    without = replace(spec, vision=None)
+    more = activation_bytes(spec, "float64") - activation_bytes(without, "float64")
+    assert more == encoder_bytes(spec.vision, 8) > 64 * 64 * 3 * 4
 
 
 def test_a_step_that_triton_cannot_compile_is_told_as_such(checkpoint, monkeypatch):

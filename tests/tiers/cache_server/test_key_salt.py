@@ -60,7 +60,7 @@ def test_it_is_hmac_sha256(secret: bytes, tenant: str, key: bytes) -> None:
     expected = hmac.new(tenant_key, key, hashlib.sha256).digest() + key[32:]
     assert KeySalt(secret, tenant).salt_keys([key]) == [expected]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(key_salt, "name_maker", lambda _key: None)
+        patch.setattr(key_salt, "key_hasher", lambda _key: None)
         assert KeySalt(secret, tenant).salt_keys([key]) == [expected]
 
 
@@ -68,19 +68,19 @@ def test_openssl_is_found_here() -> None:
     """Where hashlib is linked to it, as it is in all that CI runs."""
     if not native.has_digests() or not getattr(sys.modules["_hashlib"], "__file__", None):
         pytest.skip("needs the compiled library, and OpenSSL outside of Python")
-    maker = openssl.name_maker(SECRET)
-    assert maker is not None
+    hasher = openssl.key_hasher(SECRET)
+    assert hasher is not None
     keys = [pack_key(bytes([number]) * 32, number) for number in range(100)]
     made = [hmac.digest(SECRET, key, "sha256") + key[32:] for key in keys]
-    assert maker.hmac_keys(b"".join(keys), 100) == b"".join(made)
-    assert maker.hmac_keys(b"", 0) == b""
+    assert hasher.hmac_keys(b"".join(keys), 100) == b"".join(made)
+    assert hasher.hmac_keys(b"", 0) == b""
     for damaged, count in ((bytes(41), 2), (bytes(31), 1), (b"", 1), (bytes(40), 0)):
         with pytest.raises(ValueError, match="are no"):
-            maker.hmac_keys(damaged, count)
+            hasher.hmac_keys(damaged, count)
 
 
 @pytest.mark.parametrize("fault", ["another digest", "an error", "no memory"])
-def test_where_openssl_fails_hashlib_makes_the_names(
+def test_where_openssl_fails_hashlib_makes_the_keys(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     found, here = native.library(), openssl._openssl()
@@ -99,7 +99,7 @@ def test_where_openssl_fails_hashlib_makes_the_names(
         monkeypatch.setattr(here, "_new", lambda: None)
     (stored,) = KeySalt(SECRET, "ann").salt_keys([KEY])
     assert stored.hex() == STORED
-    assert "names of blocks are made by hashlib" in caplog.text
+    assert "keys of blocks are hashed by hashlib" in caplog.text
 
 
 def test_secret_tenant_and_every_bit_of_a_key_count() -> None:

@@ -132,7 +132,7 @@ def test_another_secret_finds_nothing(tmp_path: Path) -> None:
     _store(_attach(tenant_stores), make_keys(3))
     assert tenant_stores.close(WAIT_SECONDS)
     other = _tenant_stores(tmp_path, secret=b"another secret of 32 bytes or more")
-    with pytest.raises(NoDisk, match="another model or naming of blocks"):
+    with pytest.raises(NoDisk, match="another model or block hash"):
         _attach(other)
     assert other.close(WAIT_SECONDS)
 

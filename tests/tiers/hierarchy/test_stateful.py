@@ -47,7 +47,7 @@ CAPACITY = 800_000
 WAIT_SECONDS = 20.0
 RUNS = {"ci": (60, 40), "long": (20_000, 100)}
 
-# Three chains of prompts that share heads; a block is named by its chain and its place in it.
+# Three chains of prompts that share heads; the key of a block is its chain and its place in it.
 CHAINS = [
     [pack_key(bytes([shared if place < 4 else chain, place]) * 16) for place in range(12)]
     for chain, shared in ((1, 1), (2, 1), (3, 3))

@@ -184,7 +184,7 @@ def test_a_disk_that_fails_while_hashing(
 
     monkeypatch.setattr(os, "preadv", fail)
     words = "Input/output error" if length else "it became shorter while it was read"
-    with pytest.raises(ConfigError, match=f"file cannot be read .{words}.*name the model's blocks"):
+    with pytest.raises(ConfigError, match=f"file cannot be read .{words}.*keys of blocks"):
         digest_of(path)
 
 
@@ -221,7 +221,7 @@ def test_progress_is_told_every_two_seconds(
     monkeypatch.setattr(file_digests.time, "monotonic", tick)
     digest_files([path], NOTHING, lines.append)
     assert lines == [
-        f"hashing the weights, which name the model's blocks: {done} bytes of 1000 bytes"
+        f"hashing the weights, for the keys of blocks: {done} bytes of 1000 bytes"
         for done in (400, 800)
     ]
     lines.clear()

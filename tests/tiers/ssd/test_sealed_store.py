@@ -139,7 +139,7 @@ def test_a_forged_block_is_refused(path: Path, tmp_path: Path) -> None:
 
 
 def test_a_record_of_another_store_with_the_same_key_is_refused(path: Path, tmp_path: Path) -> None:
-    """A record of another model whose blocks have the same names; the row is made to fit."""
+    """A record of another model whose blocks have the same keys; the row is made to fit."""
     other = _make(tmp_path / "other", namespace=b"another model")
     theirs, ours = _rows(other)[KEYS[5]], _rows(path)[KEYS[5]]
     _write(path, ours.slot, _read(other, theirs.slot))
@@ -156,7 +156,7 @@ def test_a_row_cannot_give_a_record_another_name(path: Path) -> None:
 
 
 def test_an_older_record_of_the_same_key_is_the_same_block(path: Path) -> None:
-    """What is not prevented, and harms nobody: the name of a block says what its bytes are."""
+    """What is not prevented, and harms nobody: the key of a block says what its bytes are."""
     old_row = _rows(path)[KEYS[8]]
     old = _read(path, old_row.slot)
     store = _open(path)

@@ -168,7 +168,7 @@ def _difference(found: Identity, wanted: Identity) -> tuple[str, str]:
     theirs, ours = unpack(found.namespace), unpack(wanted.namespace)
     if theirs.given != ours.given:
         # Where block keys do not identify the model, the store's namespace does.
-        return f"another model or naming of blocks ({_name_of(theirs.given)})", _name_of(ours.given)
+        return f"another model or block hash ({_name_of(theirs.given)})", _name_of(ours.given)
     if theirs.codec != ours.codec:
         return _codec_of(theirs.codec), _codec_of(ours.codec)
     return key_name(theirs.key_id), key_name(ours.key_id)

@@ -388,9 +388,15 @@ class ConversationRenderer:
     `source` is a template that replaces the model's own. Raises ValueError if there is no template,
     or if it cannot be compiled."""
 
-    def __init__(self, model_path: Path, tokenizer: Tokenizer, source: str | None = None) -> None:
-        self.settings = ApiSettings()
-        self.reads_pictures = False
+    def __init__(
+        self,
+        model_path: Path,
+        tokenizer: Tokenizer,
+        source: str | None = None,
+        *,
+        reads_pictures: bool = False,
+    ) -> None:
+        self.settings, self.reads_pictures = ApiSettings(), reads_pictures
         self.tokenizer = tokenizer
         self.template: ChatTemplate | None
         if source is None:

@@ -16,16 +16,22 @@ import cbor2
 import numpy as np
 from PIL import Image
 
-from ...tiers.settings.values import ConfigError
-from ..models.checkpoint.files import is_there
-from ..models.checkpoint.json_fields import JsonFields, read_json
-from ..models.vision.vision_spec import MAX_SIDE, PROCESSOR, VisionSpec, read_image_processor
+from ....tiers.settings.values import ConfigError
+from ...models.checkpoint.files import is_there
+from ...models.checkpoint.json_fields import read_json
+from ...models.vision.vision_spec import (
+    MAX_SIDE,
+    PROCESSOR,
+    VisionSpec,
+    read_image_processor,
+    tile_side,
+)
 from .picture_processor import PictureItem, ProcessedPicture, digest_of
 
 PLACEHOLDER = "<image>"
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 _LANCZOS = 1
-_LONGEST, _TILE = 4 * 364, 364  # what transformers takes if the file names none
+_LONGEST = 4 * 364  # what transformers takes if the file names none
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +101,9 @@ def load_tile_processor(path: Path, spec: VisionSpec) -> TileProcessor:
     settings that are not supported."""
     shown = read_image_processor(path)
     assert shown is not None  # the spec was read from it
-    tile = _edge(shown, "max_image_size", _TILE)
-    longest = _edge(shown, "size", _LONGEST)
+    tile, longest = tile_side(shown), _LONGEST
+    if shown.has("size"):
+        longest = shown.inner("size").integer("longest_edge", maximum=MAX_SIDE)
     filter_number = shown.integer("resample", _LANCZOS, minimum=0, maximum=5)
     if tile % spec.pixels_of_token:
         raise shown.fault(
@@ -120,12 +127,6 @@ def load_tile_processor(path: Path, spec: VisionSpec) -> TileProcessor:
         tokens,
         cbor2.dumps(settings, canonical=True),
     )
-
-
-def _edge(fields: JsonFields, name: str, default: int) -> int:
-    if not fields.has(name):
-        return default
-    return fields.inner(name).integer("longest_edge", maximum=MAX_SIDE)
 
 
 def _longest(size: tuple[int, int], longest: int) -> tuple[int, int]:

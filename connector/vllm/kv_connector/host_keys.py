@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of vLLM's blocks in the tiers: the hash at a position's end, and the column
+"""The keys of vLLM's blocks in the tiers: the hash at a position's end, and the column
 (`groups.py`).
 
-vLLM names a block by the hash at the block's own end. If every block is a position and has one
-hash, both names are the same. If groups have blocks of unlike sizes, or vLLM hashes in smaller
-steps than blocks, this module names a position's blocks once vLLM has named all of them. It also
-names the blocks of requests with adapters, whose hashes are ours (`adapters.py`): a block keeps the
-name of the content that it was computed with, even if vLLM finds it for a request with another. The
-blocks that such a request computes behind it are of neither content, and get no name."""
+vLLM's key of a block has the hash at the block's own end. If every block is a position and has one
+hash, both keys are the same. If groups have blocks of unlike sizes, or vLLM hashes in smaller steps
+than blocks, this module makes the keys of a position's blocks once vLLM has cached them all. It
+also makes those of requests with adapters, whose hashes are ours (`adapters.py`): a block keeps the
+key of the content that it was computed with, even if vLLM finds it for a request with another. The
+blocks that such a request computes behind it are of neither content, and get no key."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from .adapters import Adapters, RequestAdapter
 from .groups import Columns
 
 
-class NamedBlock(NamedTuple):
-    """A block with its name: the hash and the column, in the form of vLLM's key."""
+class CachedBlock(NamedTuple):
+    """A block with its key: the hash and the column, in the form of vLLM's key."""
 
     block_id: int
     host_key: bytes
 
 
-class _Names(NamedTuple):
-    """The name of a block that this module made, and vLLM's name of the block at that time."""
+class _Keys(NamedTuple):
+    """The key of a block that this module made, and vLLM's key of the block at that time."""
 
     of_host: bytes
     ours: bytes | None
     adapter_id: int | None = None
 
 
-class BlockNames:
-    """Names the blocks of one pool whose groups have these `columns`."""
+class HostKeys:
+    """The keys of the blocks of one pool whose groups have these `columns`."""
 
     def __init__(self, columns: Columns, adapters: Adapters) -> None:
         self._columns = columns
         self._adapters = adapters
         self._hashes_per_position = 1
-        # Names made here, by block id; the other blocks have vLLM's names, if any are so named.
-        self._made: dict[int, _Names] = {}
+        # Keys made here, by block id; the other blocks have vLLM's keys or none.
+        self._made: dict[int, _Keys] = {}
         self._is_made_here = len(columns.all) > columns.num_groups
 
     def bind_hash_tokens(self, hash_tokens: int) -> None:
@@ -51,8 +51,8 @@ class BlockNames:
         tokens = self._columns.position_tokens
         if tokens % hash_tokens:
             raise ConfigError(
-                f"vLLM names every {hash_tokens} tokens, and its blocks end every {tokens}; "
-                "StrataConnector needs a name there: leave --prefix-match-unit out"
+                f"vLLM hashes every {hash_tokens} tokens, and its blocks end every {tokens}; "
+                "StrataConnector needs a hash there: leave --prefix-match-unit out"
             )
         self._hashes_per_position = tokens // hash_tokens
         self._is_made_here |= self._hashes_per_position > 1
@@ -68,58 +68,58 @@ class BlockNames:
         """vLLM's own hash at the end of each whole position."""
         return self._at_positions(request.block_hashes)
 
-    def name_of(self, block: Any) -> bytes | None:
-        """The name of one of vLLM's blocks; None if it has none."""
-        host_name: bytes | None = block.block_hash
+    def key_of(self, block: Any) -> bytes | None:
+        """The key of one of vLLM's blocks; None if it has none."""
+        of_host: bytes | None = block.block_hash
         made = self._made.get(block.block_id)
-        if made is not None and made.of_host == host_name:
+        if made is not None and made.of_host == of_host:
             return made.ours
-        return None if self._is_made_here else host_name
+        return None if self._is_made_here else of_host
 
     def drop_adapters(self, adapter_ids: Collection[int]) -> None:
-        """Take the names of the blocks that were computed with these adapters."""
+        """Remove the keys of the blocks that were computed with these adapters."""
         for block_id, made in self._made.items():
             if made.adapter_id in adapter_ids:
                 self._made[block_id] = made._replace(ours=None)
 
-    def name_blocks(
-        self, request: Any, blocks: Sequence[Any], num_named: int, num_full: int, group: int
-    ) -> tuple[int, list[NamedBlock]]:
-        """Name `blocks[num_named:num_full]` of a group, which vLLM has just named. Return the first
-        position with such blocks, and all named blocks from its start on."""
+    def record_cached(
+        self, request: Any, blocks: Sequence[Any], num_cached: int, num_full: int, group: int
+    ) -> tuple[int, list[CachedBlock]]:
+        """Record `blocks[num_cached:num_full]` of a group, which vLLM has just cached. Return the
+        first position with such blocks, and all blocks with keys from its start on."""
         step = self._columns.blocks_per_position(group)
-        start = num_named // step * step
+        start = num_cached // step * step
         end = num_full // step * step
         adapted = self._adapters.adapter_of(request)
         if adapted is not None:
-            self._check_prefix(adapted, request, blocks, num_named, group)
-            adapted.named_ends[group] = num_full
+            self._check_prefix(adapted, request, blocks, num_cached, group)
+            adapted.cached_ends[group] = num_full
         if self._is_made_here or adapted is not None:
-            self._make_names(request, blocks[:end], start, group, adapted)
-        pairs = ((each.block_id, self.name_of(each)) for each in blocks[start:end])
-        return start // step, [NamedBlock(i, name) for i, name in pairs if name is not None]
+            self._make_keys(request, blocks[:end], start, group, adapted)
+        pairs = ((each.block_id, self.key_of(each)) for each in blocks[start:end])
+        return start // step, [CachedBlock(i, key) for i, key in pairs if key is not None]
 
     def _check_prefix(
         self,
         adapted: RequestAdapter,
         request: Any,
         blocks: Sequence[Any],
-        num_named: int,
+        num_cached: int,
         group: int,
     ) -> None:
-        """Note if the blocks before those to be named are of another content than the request's.
-        Blocks that this request named itself were looked at then."""
-        if adapted.is_mixed or adapted.named_ends.get(group, 0) == num_named:
+        """Note if the blocks before the new ones are of another content than the request's. Blocks
+        that this request cached itself were looked at then."""
+        if adapted.is_mixed or adapted.cached_ends.get(group, 0) == num_cached:
             return
         hashes = self.hashes_of(request)
         step = self._columns.blocks_per_position(group)
-        for index in range(min(num_named // step * step, len(blocks))):
+        for index in range(min(num_cached // step * step, len(blocks))):
             block = blocks[index]
             if block.block_hash is not None:
-                own = self._name(hashes, index, group) if index < len(hashes) * step else None
-                adapted.is_mixed |= own is None or self.name_of(block) != own
+                own = self._key_at(hashes, index, group) if index < len(hashes) * step else None
+                adapted.is_mixed |= own is None or self.key_of(block) != own
 
-    def _make_names(
+    def _make_keys(
         self,
         request: Any,
         blocks: Sequence[Any],
@@ -134,11 +134,11 @@ class BlockNames:
         for index in range(start, len(blocks)):
             block = blocks[index]
             if block.block_hash is not None:
-                name = self._name(hashes, index, group) if index < num_known else None
-                self._made[block.block_id] = _Names(block.block_hash, name, adapter_id)
+                key = self._key_at(hashes, index, group) if index < num_known else None
+                self._made[block.block_id] = _Keys(block.block_hash, key, adapter_id)
 
-    def _name(self, hashes: Sequence[bytes], index: int, group: int) -> bytes:
-        """The name of the block at `index` of a request's table."""
+    def _key_at(self, hashes: Sequence[bytes], index: int, group: int) -> bytes:
+        """The key of the block at `index` of a request's table."""
         column = self._columns.number_of(group, index)
         position = index // self._columns.blocks_per_position(group)
         return hashes[position] + column.to_bytes(GROUP_BYTES, "big")

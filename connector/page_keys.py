@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of the pool's pages, as the pool and the connector exchange them.
+"""The keys of the pool's pages, as the pool and the connector exchange them.
 
-The name of a page is a digest (32 bytes) and its cache group (u16, little-endian); the key of a
-block in the tiers is such a name followed by a rank (`tiers/block.py`). A block of the pool has a
+The key of a page is a digest (32 bytes) and its cache group (u16, little-endian); the key of a
+block in the tiers is such a key followed by a rank (`tiers/block.py`). A block of the pool has a
 page in each of `width` consecutive groups; the first group's number is a multiple of `width`. A
-block has the id and the name of its first page:
+block has the id and the key of its first page:
 
-    width 2     block 7, named D|2     pages 7, named D|2, and 8, named D|3"""
+    width 2     block 7, key D|2     pages 7, key D|2, and 8, key D|3"""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ..tiers.block import DIGEST_BYTES
 from .messages import EvictedBlock
 
 GROUP_BYTES = 2
-NAME_BYTES = DIGEST_BYTES + GROUP_BYTES
+PAGE_KEY_BYTES = DIGEST_BYTES + GROUP_BYTES
 
 
 @cache
 def group_suffix(group_id: int) -> bytes:
-    """The bytes that follow a digest in the name of a page."""
+    """The bytes that follow a digest in the key of a page."""
     return group_id.to_bytes(GROUP_BYTES, "little")
 
 
-def group_of(name: bytes) -> int:
-    return int.from_bytes(name[DIGEST_BYTES:], "little")
+def group_of(key: bytes) -> int:
+    return int.from_bytes(key[DIGEST_BYTES:], "little")
 
 
 def page_keys(keys: Iterable[bytes], width: int) -> list[bytes]:
-    """The names of all pages of the blocks with these names."""
+    """The keys of all pages of the blocks with these keys."""
     if width == 1:
         return list(keys)
     return [
@@ -42,7 +42,7 @@ def page_keys(keys: Iterable[bytes], width: int) -> list[bytes]:
 
 
 def block_keys(keys: Iterable[bytes], width: int) -> list[bytes]:
-    """The names of the blocks to which the pages with these names belong, each block once."""
+    """The keys of the blocks to which the pages with these keys belong, each block once."""
     if width == 1:
         return list(keys)
     firsts = [key[:DIGEST_BYTES] + group_suffix(group_of(key) // width * width) for key in keys]
@@ -57,6 +57,6 @@ def pages_of(blocks: Iterable[EvictedBlock]) -> list[EvictedBlock]:
         if num_pages == 1:
             pages.append(block)
         else:
-            names = page_keys((key,), num_pages)
-            pages += [EvictedBlock(block_id + place, name) for place, name in enumerate(names)]
+            keys = page_keys((key,), num_pages)
+            pages += [EvictedBlock(block_id + place, key) for place, key in enumerate(keys)]
     return pages

@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NamedBlocks: gives the blocks of requests the names by which prefix lookups find them.
+"""BlockKeys: gives the blocks of requests the keys by which prefix lookups find them.
 
-    block of tokens      named by its digest, which covers all earlier tokens (`block_hash.py`)
-    page in the pool     named by its key: the digest and the cache group
+    block of tokens      has a digest, which covers all earlier tokens (`block_hash.py`)
+    page in the pool     has a key: the digest and the cache group
 
-A block of a request is named once, when all its tokens are known. Blocks are named in order."""
+A block of a request is cached once, when all its tokens are known. Blocks are cached in order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...connector.page_names import group_suffix
+from ...connector.page_keys import group_suffix
 from ..request.request import Request
 from .block_pool import BlockPool
 from .group_manager import GroupManager
 from .kv_block import GroupBlocks, KVCacheBlock, page_ids
 
 
-class NamedBlocks:
-    """The names of blocks that requests hold. Called by the engine's step thread only.
+class BlockKeys:
+    """The keys of blocks that requests hold. Called by the engine's step thread only.
 
-    A request has `hashes_per_block` digests per block; the last digest of a block names the block.
+    A request has `hashes_per_block` digests per block; a key begins with the last of them.
     `KVCacheManager` removes a request from `counts` when the request's blocks are released."""
 
     def __init__(
@@ -32,12 +32,12 @@ class NamedBlocks:
     ) -> None:
         self.hashes_per_block = hashes_per_block
         self._pool, self._groups, self._block_size = pool, groups, block_size
-        self.counts: dict[str, int] = {}  # by request: leading blocks that have been named
+        self.counts: dict[str, int] = {}  # by request: leading blocks that have been cached
 
-    def name_full(
+    def cache_full_blocks(
         self, request: Request, tables: GroupBlocks, num_tokens: int, *, computed: bool
     ) -> None:
-        """Name full, unnamed blocks of the first `num_tokens`, if the request has digests."""
+        """Cache full, uncached blocks of the first `num_tokens`, if the request has digests."""
         pool, digests = self._pool, request.block_hashes
         each, known = self.hashes_per_block, self.counts.get(request.request_id, 0)
         full = min(num_tokens // self._block_size, len(digests) // each)
@@ -50,23 +50,23 @@ class NamedBlocks:
                     self._report(request, group.group_id, known, blocks)
             self.counts[request.request_id] = full
 
-    def name_tail(self, request: Request, tables: GroupBlocks) -> None:
-        """Name a partly filled block at the prompt's end; see `KVCacheManager.name_tail`."""
+    def cache_tail(self, request: Request, tables: GroupBlocks) -> None:
+        """Cache a partly filled block at the prompt's end; see `KVCacheManager.cache_tail`."""
         if tail := request.prompt_tail_hash():
             index = (request.num_prompt_tokens - 1) // self._block_size
             for group, table in zip(self._groups, tables, strict=True):
-                self._pool.name_computed(tail, table[index], group.group_id)
+                self._pool.cache_computed(tail, table[index], group.group_id)
 
-    def revoke_names(self, request_id: str, tables: GroupBlocks, num_blocks: int) -> None:
-        """Remove the names that the step being scheduled gave to blocks after the first
-        `num_blocks`. If another request of the step has found one of these blocks, raise
-        RuntimeError and change nothing."""
+    def revoke_caching(self, request_id: str, tables: GroupBlocks, num_blocks: int) -> None:
+        """Uncache the blocks after the first `num_blocks` that the step being scheduled has cached.
+        If another request of the step has found one of these blocks, raise RuntimeError and change
+        nothing."""
         known = self.counts.get(request_id, 0)
-        self._pool.revoke_names([block for table in tables for block in table[num_blocks:known]])
+        self._pool.revoke_caching([block for table in tables for block in table[num_blocks:known]])
         self.counts[request_id] = min(known, num_blocks)
 
     def of_blocks(self, digests: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the digests that name blocks: the last digest of each block."""
+        """Return the digests in the keys of blocks: the last digest of each block."""
         each = self.hashes_per_block
         return digests if each == 1 else digests[each - 1 :: each]
 
@@ -82,8 +82,8 @@ class NamedBlocks:
         return [*digests, tail] if tail else digests
 
     def page_keys(self, digests: Sequence[bytes], num_tokens: int = 0) -> list[bytes]:
-        """Return the page names, in all groups, of the blocks that any token from index
-        `num_tokens` on reads. Within a group, the first block comes first."""
+        """Return the page keys, in all groups, of the blocks that any token from index `num_tokens`
+        on reads. Within a group, the first block comes first."""
         return [
             digest + group_suffix(group.group_id + place)
             for group in self._groups

@@ -14,16 +14,12 @@ import cbor2
 import numpy as np
 from PIL import Image
 
-from ..models.checkpoint.json_fields import JsonFields
-from ..models.vision.vision_spec import VisionSpec, read_image_processor
+from ...models.vision.vision_spec import VisionSpec, pixel_limit, read_image_processor
 from .picture_processor import PictureItem, ProcessedPicture, digest_of
 
 PLACEHOLDER = "<|image_pad|>"
 MOST_RATIO = 200  # of the longer edge to the shorter one
 _BICUBIC = 3
-# What transformers takes if the file names none.
-_LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 28 * 28 * 1280
-_MOST_OF_ALL = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +70,8 @@ def load_grid_processor(path: Path, spec: VisionSpec) -> GridProcessor:
     settings that are not supported."""
     shown = read_image_processor(path)
     assert shown is not None  # the spec was read from it
-    least = _pixels(shown, "min_pixels", "shortest_edge", _LEAST_PIXELS)
-    most = _pixels(shown, "max_pixels", "longest_edge", _MOST_PIXELS)
+    # The defaults are those of transformers.
+    least, most = pixel_limit(shown, "min_pixels", "shortest_edge", 56 * 56), spec.most_pixels
     if least > most:
         name = "max_pixels" if shown.has("max_pixels") else "size"
         raise shown.fault(name, f"at least {least} pixels, the smaller limit", most)
@@ -87,12 +83,3 @@ def load_grid_processor(path: Path, spec: VisionSpec) -> GridProcessor:
         Image.Resampling(shown.integer("resample", _BICUBIC, minimum=0, maximum=5)),
         cbor2.dumps(settings, canonical=True),
     )
-
-
-def _pixels(shown: JsonFields, name: str, edge: str, default: int) -> int:
-    """Read a limit from its older key, or from `size`."""
-    if shown.has(name):
-        return shown.integer(name, maximum=_MOST_OF_ALL)
-    if shown.has("size"):
-        return shown.inner("size").integer(edge, maximum=_MOST_OF_ALL)
-    return default

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from ..request.pictures import Picture
+from ...request.pictures import Picture
 
 Pixels = npt.NDArray[np.uint8]
 

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processor that a model's pictures need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...models.vision.vision_spec import VisionSpec
+from .grid_processor import load_grid_processor
+from .picture_processor import PictureProcessor
+from .tile_processor import load_tile_processor
+
+
+def load_processor(path: Path, spec: VisionSpec) -> PictureProcessor:
+    """Read the processor of the model under `path`. Raises ConfigError with file and key for
+    settings that are not supported."""
+    load = load_tile_processor if spec.kind == "tiles" else load_grid_processor
+    return load(path, spec)
