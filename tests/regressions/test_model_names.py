@@ -357,7 +357,7 @@ def test_w01_an_engine_whose_weights_cannot_be_hashed_does_not_start(
 
     monkeypatch.setattr(os, "preadv", fail)
     monkeypatch.setattr(DigestCache, "load_digest", lambda cache, *state: None)
-    with pytest.raises(ConfigError, match=r"cannot be read \(Input/output error\), and its bytes"):
+    with pytest.raises(ConfigError, match=r"cannot be read \(Input/output error\), and the keys"):
         answer(small_llama, kv_offload="cpu", kv_offload_cpu_bytes="4MiB")
 
 
