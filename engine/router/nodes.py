@@ -77,7 +77,7 @@ class Node:
             self.in_flight -= 1
 
     def mark_down(self, reason: str) -> None:
-        """Mark the node as down, without requests, until a health check succeeds. Log the change."""
+        """Mark the node as down, without requests, until a health check succeeds. Log `reason`."""
         if self.is_up or not self.last_error:
             logger.warning("%s is down: %s", self.name, reason)
         self.is_up = False

@@ -192,7 +192,7 @@ class Proxy:
 
     @asynccontextmanager
     async def _limited(self, request: NodeRequest, deadline: float) -> AsyncIterator[None]:
-        """Raise TimeoutError if the block runs beyond the `deadline`. For a body in parts, the limit
+        """Raise TimeoutError if the block runs beyond the `deadline`. For a body in parts the limit
         is `request_seconds` after the last part, and the node limits the pauses between parts."""
         rest, seconds = request.rest, self._config.request_seconds
         async with asyncio.timeout_at(deadline if rest is None else None) as limit:

@@ -128,7 +128,7 @@ async def _pass_events(answer: NodeAnswer, reply: Reply, headers: Headers) -> No
 
 
 async def _next_chunk(answer: NodeAnswer, events: WholeEvents) -> bytes:
-    """Return a stream's next bytes; b"" at its end, and if the node is lost after the last event."""
+    """Return a stream's next bytes; b"" at its end, or if the node is lost after the last event."""
     try:
         return await answer.read_chunk()
     except NodeError:
