@@ -35,7 +35,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class Embedding(msgspec.Struct):
-    """One prompt's vector: a list of numbers, or base64 of little-endian float32."""
+    """The vector of one prompt: a list of numbers, or base64 of little-endian float32."""
 
     object: Literal["embedding"]
     index: int
