@@ -29,14 +29,14 @@ class ApiSettings:
 
     api_key: str | None = field(default=None, repr=False)  # None: requests need no key
     metrics_without_key: bool = False
-    tenant_header: str | None = None  # the header that names the tenant; None: there is one tenant
+    tenant_header: str | None = None  # the header that names the tenant; None: all are one tenant
     cross_origin: CrossOrigin | None = None  # None: no web page of another origin is allowed
     media_domains: tuple[str, ...] = ()  # hosts from which pictures are fetched
-    allowed_hosts: frozenset[str] | None = None  # values of Host in requests; None: any
+    allowed_hosts: frozenset[str] | None = None  # allowed values of the header Host; None: any
     max_body_bytes: int = 16 * MIB
     max_prompts_per_request: int = 128
     max_messages_per_request: int = 4096
-    # A request is aborted this long after its whole body was read.
+    # The time from the end of a request's body after which the request is aborted.
     request_timeout_seconds: float = 3600.0
     # The time limit for a client to send a request's body.
     body_timeout_seconds: float = 60.0

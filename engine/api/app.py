@@ -85,7 +85,7 @@ PAUSES = ("new", "all")
 NODE_OBJECT = "stratakv.node"  # the `object` field of the answer at NODE_PATH
 NONE = "none"
 NO_DEFAULTS: Mapping[str, float | int] = MappingProxyType({})
-CLIENT_CLOSED_REQUEST = 499  # never sent; in logs, the status of a request of a gone client
+CLIENT_CLOSED_REQUEST = 499  # the status, only in logs, of a request whose client has disconnected
 
 
 def create_app(
@@ -220,7 +220,7 @@ class _Endpoint:
         except ClientGone:
             logger.debug("a client left before its answer was ready")
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        except Exception as error:  # noqa: BLE001 - the border: every fault becomes an answer
+        except Exception as error:  # noqa: BLE001 - every error becomes an HTTP answer
             return error_response(to_api_error(error))
 
 

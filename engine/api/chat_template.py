@@ -83,7 +83,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         sources = [source] if tool_use is None else [source, tool_use]
         whole = json.dumps([*sources, self._special_tokens], sort_keys=True)
-        self.digest = hashlib.sha256(whole.encode()).hexdigest()  # templates with one digest agree
+        self.digest = hashlib.sha256(whole.encode()).hexdigest()  # equal digests: equal prompts
         self._running = asyncio.Semaphore(MAX_CONCURRENT_RENDERINGS)
         self._tool_use = None
         if tool_use is not None:
@@ -101,7 +101,7 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, path: Path, tokenizer: SpecialTokens) -> ChatTemplate:
-        """Return the template in a file, which replaces the model's own. Raises ConfigError."""
+        """Return the template in a file, for use instead of the model's own. Raises ConfigError."""
         return cls.from_source(read_template(path), tokenizer, str(path))
 
     @classmethod

@@ -29,7 +29,7 @@ from .picture_reader import PictureReader
 from .served_adapters import ServedAdapters
 from .token_texts import TokenTexts
 
-# Longer texts are tokenized in a thread. A thread costs some 50 us, as much as such a text.
+# A text of more characters is tokenized in a thread. The switch to a thread costs some 50 us.
 MAX_INLINE_CHARACTERS = 2048
 # At most MAX_LONG_TEXTS texts above this length are tokenized at once, to limit memory and time.
 MAX_SHARED_CHARACTERS = 256 * 1024
@@ -61,7 +61,7 @@ class Front:
         init=False, default_factory=lambda: asyncio.Semaphore(MAX_LONG_TEXTS)
     )
 
-    pictures: PictureReader | None = None  # None: the model reads text alone
+    pictures: PictureReader | None = None  # None: the model reads only text
     adapters: ServedAdapters = field(init=False)
     dropped: DroppedFields = field(init=False)
     _background: set[asyncio.Task[None]] = field(init=False, default_factory=set)

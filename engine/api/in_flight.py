@@ -19,7 +19,7 @@ class InFlight:
 
     @property
     def ended(self) -> asyncio.Future[None]:
-        """A future that is done once all open answers must end."""
+        """A future that is done once `abort_all` has been called, so that all open answers end."""
         if self._ended is None:
             self._ended = asyncio.get_running_loop().create_future()
         return self._ended

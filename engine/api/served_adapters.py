@@ -2,7 +2,7 @@
 """`ServedAdapters`: the LoRA adapters that clients can name as their model.
 
 The server keeps the list, because it checks each request before the engine core gets the request.
-The core checks again: a request for an adapter that was unloaded meanwhile ends with an error."""
+The core checks again: a request for an adapter that was unloaded since then ends with an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOAD_SECONDS = 300.0
 
 
 class ServedAdapters:
-    """The LoRA adapters of one engine, by name. Use it only on the event loop of the server."""
+    """The LoRA adapters of one engine, by name. Use a `ServedAdapters` in one event loop only."""
 
     def __init__(self, loaded: Iterable[LoadedAdapter]) -> None:
         self._by_name = {each.name: each for each in loaded}

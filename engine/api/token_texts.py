@@ -44,7 +44,7 @@ class TokenTexts:
         self._before = "" if tokenizer is None else self._decode_token_ids(tokenizer, self._anchor)
 
     def get_token_text(self, token_id: int, *, as_id: bool = False) -> TokenText:
-        """Return a token's text and bytes. With `as_id`, the text is as `token_id:5`."""
+        """Return a token's text and bytes. With `as_id`, the text is the id, as `token_id:5`."""
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._look_up(token_id)

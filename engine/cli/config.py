@@ -3,7 +3,7 @@
 config file. `config vllm|lmcache|sglang` prints the configuration for another engine.
 
 `show` accepts and refuses the same arguments as `serve`; its output is a file for `--config`.
-`vllm` prints the value of vLLM's `--kv-transfer-config`. These commands start no engine."""
+`vllm` prints the value of vLLM's `--kv-transfer-config`. `stratakv config` starts no engine."""
 
 from __future__ import annotations
 

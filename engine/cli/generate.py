@@ -44,7 +44,7 @@ _SAMPLING: dict[str, tuple[type, str]] = {
     "seed": (int, "makes random draws the same every time"),
     "thinking_token_budget": (int, "most tokens of a thought; then its end mark is written"),
 }
-# Limit of standard input, which may be endless. The longest context has 2**24 tokens.
+# Limit of a prompt from standard input, which may be endless. A context has up to 2**24 tokens.
 MAX_PROMPT_CHARACTERS = 2**26
 # Flags that may be repeated, with one value each, by the field of SamplingParams.
 _FLAGS = {"bad_words": "--bad-word"}
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate the text. Return 0, or 1 if the request failed."""
+    """Generate and print the text. Return 0, or 1 if the request failed."""
     from ..core.setup.model_check import check_model
 
     if args.prompt is None:

@@ -264,7 +264,7 @@ def _model(subject: Subject) -> dict[str, Any]:
 
 
 def _weight_files(path: Path) -> dict[str, int] | None:
-    """Return the count and size of the safetensors files; None if some are missing."""
+    """Return the count and size of the model's safetensors files; None if a file is missing."""
     try:
         files = find_shards(path).files
     except ConfigError:  # a plan needs no weight files

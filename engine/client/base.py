@@ -61,7 +61,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def drop_prompt(self, request_id: str) -> None:
-        """Abort a request of `open_prompt` without a `generate` call. Ignore other ids."""
+        """Abort a request of `open_prompt` that has no `generate` call. Ignore unknown ids."""
 
     def has_enough(self, request_id: str) -> None:  # noqa: B027 - a hint that may be ignored
         """Record that the request has reached a stop string. Closing the request's iterator then

@@ -83,7 +83,7 @@ class MessageClient(EngineClient):
         finished = False
         try:
             if (abort := self._aborts.get(request_id)) is not None:
-                await asyncio.wait([abort])  # an abort of an older request would end the new one
+                await asyncio.wait([abort])  # the abort of an older request would end this request
             if brought is None or not await brought:
                 await self._send_with_forks(request)
             while not finished:

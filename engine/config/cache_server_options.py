@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `stratakv cache-server`, and the `ServerSettings` made from them.
+"""The options of `stratakv cache-server`, and the `ServerSettings` made from the options.
 
 Flags override environment variables, which override the file that `--config` names. The environment
 variable STRATAKV_CACHE_SERVER_PORT=9400 has the effect of `--port 9400`."""
@@ -172,7 +172,7 @@ def server_settings(
     options: CacheServerOptions, running: ServerSettings | None = None
 ) -> ServerSettings:
     """Return the server's settings. `running`: the settings of a running server, whose secret, MAC
-    key and own token are kept, because the disk with the files of these may be gone. Raises
+    key and own token are kept, because the files of secret, key and token may be gone. Raises
     ConfigError or TierConfigError."""
     from ...tiers.cache_server.secret_file import read_secret
     from ...tiers.cache_server.server import ServerSettings

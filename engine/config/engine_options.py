@@ -31,7 +31,7 @@ from .unsupported_options import explain_not_built
 EMBEDDED_MODEL = Path(__file__).parents[1] / "models" / "embedded"
 EMBEDDED_NAME = "stratakv-embedded"
 _POOL_SIZES = ("num_blocks", "kv_cache_memory_bytes")
-_OF_SPECULATION = tuple(options_of(SpeculativeConfig, ""))[1:]  # all but `speculative_method`
+_OF_SPECULATION = tuple(options_of(SpeculativeConfig, ""))[1:]  # without `speculative_method`
 _ADAPTER_SOURCES = {"enable_lora", "lora_modules", "lora_dir"}
 _OF_ADAPTERS = ("max_loras", "max_lora_rank", "max_cpu_loras")
 _OF_LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")

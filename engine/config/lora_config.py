@@ -24,7 +24,7 @@ class LoraModule(NamedTuple):
     """A LoRA adapter that the engine loads at its start."""
 
     name: str
-    path: Path  # a folder that PEFT has saved
+    path: Path  # the adapter's folder, as PEFT saves it
 
     def __str__(self) -> str:
         return f"{self.name}={self.path}"

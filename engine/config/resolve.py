@@ -54,7 +54,7 @@ _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.+")
 @dataclass(frozen=True, slots=True)
 class Given:
     value: Any
-    kind: str  # FLAG | VARIABLE | FILE
+    kind: str  # the layer of the value: FLAG, VARIABLE or FILE
     origin: str  # the name that the user wrote: `--port`, `STRATAKV_PORT`, `port of x.yaml`
 
 

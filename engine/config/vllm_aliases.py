@@ -39,7 +39,7 @@ class Meaning:
 
     values: Mapping[str, Any] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)  # values if no layer sets the option
-    note: str = ""  # a line for the log
+    note: str = ""  # a line for the log about an option without effect
 
 
 Translate = Callable[[str, Any], Meaning]  # arguments: the option as the user wrote it, the value
@@ -72,7 +72,7 @@ def _only(*neutral: str, way: str) -> Translate:
 
 
 def _refused(way: str) -> Translate:
-    """Refuse every value except those that switch the feature off, such as "false"."""
+    """Refuse every value that does not switch the feature off, as "false" does."""
 
     def translate(called: str, value: Any) -> Meaning:
         if readers.word(value) in ("0", "0.0", "false", "no", "off"):
@@ -141,7 +141,7 @@ def _speculative_config(called: str, value: Any) -> Meaning:
             f"{format_value(min(others, key=str))}"
         )
     bounds = [name for name in ("prompt_lookup_min", "prompt_lookup_max") if name in given]
-    if len(bounds) == 1:  # as in vLLM, one given bound is both bounds
+    if len(bounds) == 1:  # as in vLLM, a single given bound is the minimum and the maximum
         given |= dict.fromkeys(("prompt_lookup_min", "prompt_lookup_max"), given[bounds[0]])
     return Meaning({_SPECULATIVE_NAMES[name]: value for name, value in given.items()})
 

@@ -77,7 +77,7 @@ def priorities_for(count: int, given: Sequence[int] | None, what: str) -> Sequen
 
 
 def conversations_in(messages: Any) -> list[Any]:
-    """Return the conversations of a call as a list; `messages` is one conversation or several."""
+    """Return the conversations in `messages`, one conversation or a list of them, as a list."""
     if isinstance(messages, list | tuple):
         if all(isinstance(each, list | tuple) for each in messages):
             return list(messages)

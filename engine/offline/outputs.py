@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The results of the Python API: an answer to each prompt, with one choice or several.
 
-Fields that vLLM's outputs also have, have vLLM's names. `ProgressLine` shows progress."""
+Fields that vLLM also has, have vLLM's names. `ProgressLine` shows progress on a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..request.logprobs import PositionLogprobs, PromptLogprobs
 from ..request.pooling import finish_vector
 from ..text.output_processor import TextOutput
 
-# The interval at which the progress line is written. A shorter call writes no line.
+# The interval in which the progress line is rewritten. A call that is shorter writes no line.
 PROGRESS_SECONDS = 1.0
 
 
@@ -28,14 +28,14 @@ class Logprob(NamedTuple):
 
     logprob: float
     rank: int
-    decoded_token: str | None  # None without a tokenizer
+    decoded_token: str | None  # None for a model without a tokenizer
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """A choice of an answer. `logprobs` has, for each token, a map from likely token ids to
-    `Logprob`, the token itself first; None if not requested. `position_logprobs` has the same data.
-    `timings` maps names to seconds. `cached_tokens_by_tier` includes the KV pool."""
+    """A choice of an answer. `logprobs` (None if not requested) has, for each token, a map from
+    likely token ids to `Logprob`, the token itself first; `position_logprobs` has the same data.
+    `timings` maps names of phases to seconds. `cached_tokens_by_tier` includes the KV pool."""
 
     index: int  # the choice's number among the choices of the prompt
     text: str = ""  # in chats, the text without thoughts
@@ -62,7 +62,7 @@ class CompletionOutput:
         return sum(entry.logprobs[0] for entry in self.position_logprobs)
 
     def finished(self) -> bool:
-        """Return whether the choice has ended, perhaps with an error. vLLM has a method too."""
+        """Return whether the choice has ended, perhaps with an error; a method as in vLLM."""
         return self.finish_reason is not None
 
     def add(self, part: TextOutput) -> None:
@@ -103,7 +103,7 @@ class BeamSearchSequence:
 
     tokens: list[int]
     logprobs: list[dict[int, Logprob]]  # an entry for each token after the prompt
-    text: str | None  # None without a tokenizer
+    text: str | None  # None for a model without a tokenizer
     cum_logprob: float  # log-probability of the tokens after the prompt
     score: float  # the number by which the answers are sorted
     finish_reason: str | None

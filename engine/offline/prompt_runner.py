@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class CheckedPrompt(NamedTuple):
     request: AddRequest  # the request for all choices of the prompt
     text: str | None  # None for a prompt of token ids or embeddings
-    # Whether the answer begins inside a thought; None: thoughts are not split off.
+    # Whether the answer begins inside a thought; None: thoughts stay in the answer's text.
     is_inside: bool | None = None
     beams: BeamSearchParams | None = None  # a beam search, whose answers become the choices
 
@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
     request: AddRequest
     answer: RequestOutput
-    child: int  # index of the choice in its answer
+    child: int  # the index of the choice in `answer.outputs`
     thoughts: Thoughts | None
     may_begin: asyncio.Event  # the start signal, the same for all choices that start together
 
@@ -61,7 +61,7 @@ class PromptRunner:
         self._max_at_once = max_at_once
 
     async def run(self, prompts: Sequence[CheckedPrompt], *, use_tqdm: bool) -> list[RequestOutput]:
-        """Return the prompts' answers in order. A failed choice has an error. Raises EngineDead."""
+        """Return the prompts' answers in order. A failed choice has `error`. Raises EngineDead."""
         answers = [self._new_answer(prompt) for prompt in prompts]
         runs = [
             run

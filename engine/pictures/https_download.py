@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
     host: str
     port: int
-    target: str  # path and query
+    target: str  # the path and query of the URL
 
     @property
     def authority(self) -> str:

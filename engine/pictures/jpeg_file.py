@@ -28,7 +28,7 @@ _LEAST_FRAME_BYTES = 8
 
 
 def read_jpeg(data: bytes, limits: PictureLimits) -> PictureFile:
-    """Return the picture in a JPEG file. Raises PictureError."""
+    """Return a JPEG file's pixels, without metadata, and orientation. Raises PictureError."""
     kept, exif, xmp = [_START], b"", b""
     width = height = num_frames = num_scans = num_parts = 0
     at = len(_START)

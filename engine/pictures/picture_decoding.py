@@ -142,7 +142,7 @@ def to_rgb_on_white(image: Image.Image) -> Image.Image:
             ground = Image.new("RGBA", image.size, _WHITE)
             image = Image.alpha_composite(ground, image.convert("RGBA"))
         return _to_rgb(image)
-    except Exception as error:  # Pillow may read an image's file only in `convert`
+    except Exception as error:  # a lazy image of Pillow reads its file in `convert`
         raise PictureError(
             f"its pixels cannot be read ({type(error).__name__}: {str(error)[:120]})"
         ) from error

@@ -55,7 +55,7 @@ class PictureLimits:
 class PictureFile(NamedTuple):
     """A picture's file with one frame and without metadata."""
 
-    kind: str  # Pillow's name of the format
+    kind: str  # Pillow's name of the file's format
     width: int  # the width before the orientation is applied
     height: int
     orientation: int  # EXIF orientation, 1 to 8; 1: upright

@@ -60,7 +60,7 @@ class PicturePool:
             ) from None
 
     def close_pool(self) -> None:
-        """Drop waiting tasks. Running tasks end at their deadline; Python's exit waits for them."""
+        """Drop waiting tasks. Running tasks end at their deadline, and delay Python's exit."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _free_place(self, _: Future[Result]) -> None:

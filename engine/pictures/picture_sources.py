@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PictureSources`: reads the bytes of a picture from a `data:` URL or an allowed host.
 
-A URL of another host is refused. The name of an allowed host is resolved once. If one of the host's
-addresses is not public, the picture is refused; else it is fetched from a checked address."""
+A URL of another host is refused. The name of an allowed host is resolved once. A host with an
+address that is not public is refused; else the picture is fetched from a checked address."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class PictureSources:
         return Place(host, port, (found["path"] or "/") + (found["query"] or ""))
 
     async def _checked_addresses(self, place: Place) -> Sequence[str]:
-        """Return the addresses of the host. Raises PictureError if one of them is not allowed."""
+        """Return the addresses of the host. Raises PictureError if an address is not allowed."""
         try:
             async with asyncio.timeout(self._connect_seconds):
                 addresses = await self._resolve(place.host, place.port)

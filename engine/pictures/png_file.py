@@ -16,7 +16,7 @@ _RAW_EXIF = b"Raw profile type exif\x00"  # ImageMagick's chunk of EXIF data in 
 
 
 def read_png(data: bytes, limits: PictureLimits) -> PictureFile:
-    """Return the picture in a PNG file. Raises PictureError."""
+    """Return a PNG file's pixels, without metadata, and orientation. Raises PictureError."""
     kept, exif, raw_exif, xmp = [SIGNATURE], b"", b"", b""
     width = height = 0
     at, num_parts, num_pixel_chunks = len(SIGNATURE), 0, 0

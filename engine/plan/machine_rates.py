@@ -36,7 +36,7 @@ class Rate:
     """A rate, and the origin of its value."""
 
     per_second: float
-    origin: str  # GIVEN, MEASURED or REFERENCE
+    origin: str  # the origin of the value: GIVEN, MEASURED or REFERENCE
     what: str  # the unit, and how the value was found
 
 

@@ -39,7 +39,7 @@ STATES = "states"  # `Group.attention` of the layers with recurrent states
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Seconds for the prefill of n tokens: `per_token * n + per_square * n**2`."""
+    """The seconds for the prefill of n tokens: `per_token * n + per_square * n**2`."""
 
     per_token: float
     per_square: float = 0.0

@@ -33,7 +33,7 @@ class Share:
     num_bytes: int = 0
 
     def takes(self, num_bytes: int) -> bool:
-        """Set the share to `num_bytes`. If the limit forbids this, change nothing, return False."""
+        """Set the share to `num_bytes`. Above `HeldBytes.most`, change nothing and return False."""
         others = self._all.num_bytes - self.num_bytes
         if num_bytes > self.num_bytes and others and others + num_bytes > self._all.most:
             return False
@@ -41,7 +41,7 @@ class Share:
         return True
 
     def hold(self, num_bytes: int) -> None:
-        """Set the share to `num_bytes`. Raises ApiError 429 if `takes` returns False."""
+        """Set the share to `num_bytes`, as `takes` does. Raises ApiError 429 above the limit."""
         if not self.takes(num_bytes):
             raise too_many(
                 "the bodies of the requests that are open here are as long together as the router "

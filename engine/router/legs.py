@@ -50,7 +50,7 @@ def read_fields(body: bytes) -> Fields:
 
 
 def read_facts(path: str, fields: Fields) -> Facts:
-    """Return the facts about a request by which its node is chosen."""
+    """Return the facts about a request by which the request's node is chosen."""
     raw = bytes(fields.get("prompt" if path in _WITH_PROMPT else "messages", _NULL))
     if raw.count(b",") > MAX_PARTS:
         tokens, is_exact = _tokens_of_many(raw)

@@ -53,7 +53,7 @@ class Node:
         self.in_flight = 0  # open requests of this router at the node
         self.num_requests = 0
         self.last_error = ""
-        self.failed_looks = 0  # failed health checks in a row, without any answer
+        self.failed_looks = 0  # health checks in a row that got no answer
         self.looks_down = 0  # health checks in a row that found the node down
         self.identity: Identity | None = None  # the node's last report; None: other software
         self.refused = ""  # the reason why the node is not used
@@ -149,7 +149,7 @@ class Nodes:
         self._health_seconds = health_seconds
         self._tls = tls
         self._num_picks = 0
-        self._reference: Identity | None = None  # the required identity; None: not known yet
+        self._reference: Identity | None = None  # the identity that all nodes must have
         self._holder = ""  # the name of a decode node that has the reference
         self.of_role: dict[Role, list[Node]] = {
             Role.PREFILL: [Node(each, Role.PREFILL) for each in prefill],

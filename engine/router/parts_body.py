@@ -115,7 +115,7 @@ class PartsBody:
         return await self._source.receive_end()
 
     async def _next_lines(self) -> bytes:
-        """Return the source's next bytes. A part must be whole `part_seconds` after its start."""
+        """Return the source's next bytes. Raises ApiError for a part that is overdue."""
         clock = asyncio.get_running_loop().time
         reading, paused_at = asyncio.ensure_future(self._source.read_lines()), clock()
         try:
@@ -155,9 +155,9 @@ class HttpParts:
     def __init__(self, receive: Receive, max_line_bytes: int) -> None:
         self._receive = receive
         self._max_line_bytes = max_line_bytes
-        self._line: list[bytes] = []  # pieces of the unfinished line
-        self.num_held = 0  # bytes of the unfinished line
-        self.began_at: float | None = None  # see PartsSource
+        self._line: list[bytes] = []  # the received bytes of the incomplete line
+        self.num_held = 0  # the number of bytes in `_line`
+        self.began_at: float | None = None  # the start of the incomplete part, as in PartsSource
         self._is_whole = False
 
     async def read_lines(self) -> bytes:
@@ -206,7 +206,7 @@ class SocketParts:
         self._is_whole = False
 
     async def read_lines(self) -> bytes:
-        self.num_held = 0  # the last message has been passed on
+        self.num_held = 0  # the previous message has been passed on to the node
         if self._is_whole:
             return b""
         data = text_of_message(await self._receive())

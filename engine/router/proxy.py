@@ -5,7 +5,7 @@
                   then decode node (the client's request) ◀── KV blocks ──┘
     short prompt  decode node
 
-    parts         decode node, each as it comes
+    parts         decode node, each part as it arrives
 
 Each request gets one answer or one error. A request is retried on another node only while no part
 of an answer has been sent and no part of the prompt after the first has been passed on. A failed
@@ -91,7 +91,7 @@ class Proxy:
     @asynccontextmanager
     async def _followed(self, request: NodeRequest, facts: Facts) -> AsyncIterator[Node | None]:
         """Make a decode node load the prompt's KV blocks while the prefill node stores the blocks.
-        Yield this decode node, which is the first to get the request; None if no node can do so."""
+        Yield this decode node, which is the first to get the request; None if no node follows."""
         node = None
         if self._config.kv_transfer_params == "on":
             node = self._nodes.pick(Role.DECODE, facts)
@@ -280,7 +280,7 @@ class _Leg:
 
 
 def _explain(error: NodeError | None, *, is_started: bool, was_relayed: bool) -> ApiError:
-    """Return the error for a client; only the log names the node."""
+    """Return the error for a client. The error does not name the node; the log does."""
     if is_started:
         message = (
             "the node that was answering is lost, so this answer is not whole; send the request "

@@ -71,7 +71,7 @@ class Reply:
 
 
 async def pass_on(answer: NodeAnswer, reply: Reply) -> None:
-    """Send a node's answer to `reply`. NodeLost or NodeSlow may come after `reply` has started."""
+    """Send a node's answer to `reply`. Raises NodeLost or NodeSlow, also after `reply` started."""
     dropped = _HOP_BY_HOP
     if answer.is_chunked:  # the content-length of a chunked answer is ignored, and may be wrong
         dropped = dropped | {b"content-length"}

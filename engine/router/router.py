@@ -117,7 +117,7 @@ class Router:
         if scope["type"] != "http" and not is_socket:
             return
         try:
-            if not scope["path"].startswith("/nodes"):  # /nodes has a stricter check
+            if not scope["path"].startswith("/nodes"):  # _check_admin has a stricter check of Host
                 check_host(scope, self._allowed_hosts)
             if is_socket:
                 check_origin(scope, None)
@@ -189,7 +189,7 @@ class Router:
         """Raise ApiError unless this client may read and control the nodes. The client must send
         the admin key; if the router has no admin key, the client must be on this machine."""
         headers = dict(scope["headers"])
-        if b"origin" in headers:  # a page in a browser, from any site
+        if b"origin" in headers:  # the request comes from a web page
             raise ApiError("this route takes no requests of web pages", status=403, code="origin")
         if self._key_digest is not None:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
@@ -234,7 +234,7 @@ class Router:
         except asyncio.CancelledError:
             outcome = "gone"
             raise
-        except Exception as failure:  # noqa: BLE001 - the border: every fault becomes an answer
+        except Exception as failure:  # noqa: BLE001 - every error becomes an HTTP answer
             error = to_api_error(failure)
             if error.code == "too_many_requests":
                 outcome = "too_many"

@@ -41,7 +41,7 @@ class NodeAddress:
 
 
 def read_node(called: str, value: Any) -> NodeAddress:
-    """Return the address in a URL. Raises ConfigError unless it is `http://host:port` or https."""
+    """Return the address in a URL. Raises ConfigError for a URL unlike `http(s)://host:port`."""
     text = readers.text(called, value)
     try:
         url = urlsplit(text)

@@ -52,7 +52,7 @@ class SocketReply(Reply):
         self.status = status
 
     async def write(self, data: bytes) -> None:
-        """Send events, or collect a single JSON answer. Raises NodeLost if it is too long."""
+        """Send events, or collect a single JSON answer. Raises NodeLost for a too long answer."""
         if self.is_events:
             await self._send_events(data)
             return

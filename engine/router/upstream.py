@@ -111,7 +111,7 @@ class NodeAnswer:
         return bytes(chunk)
 
     async def read_whole(self, limit: int) -> bytes:
-        """Return the whole body. Raises NodeLost if it is longer than `limit`."""
+        """Return the whole body. Raises NodeLost for a body of more than `limit` bytes."""
         body = bytearray()
         while chunk := await self.read_chunk():
             body += chunk
@@ -154,7 +154,7 @@ class _Connection:
             await self._drain()
 
     async def write_rest(self, rest: BodyRest) -> h11.Response:
-        """Send the rest of the body as it arrives. Return the head of the answer, which may come
+        """Send each part of `rest` when it arrives. Return the head of the answer, which may come
         before the end of the body. Raises NodeLost, NodeSlow, and the errors of `rest`."""
         self._is_sending = True
         sending = asyncio.ensure_future(self._send_rest(rest))
@@ -215,7 +215,7 @@ class _Connection:
             self._http.receive_data(await self._read_bytes())
 
     def ready_event(self) -> h11.Event | None:
-        """Return the next HTTP event if it is received, else None. `read_event` raises errors."""
+        """Return the next HTTP event if it is received, else None; leave errors to `read_event`."""
         try:
             event = self._http.next_event()
         except h11.RemoteProtocolError:

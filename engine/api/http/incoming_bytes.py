@@ -21,7 +21,7 @@ class IncomingBytes:
 
     clock: Callable[[], float]
     may_hold: Callable[[int], bool] = lambda num_bytes: True
-    began_at: float | None = None  # the time at which the incomplete message began; None: no such
+    began_at: float | None = None  # the start of the incomplete message; None: all are whole
     _in_frames: int = 0
     _waiting: int = 0
 
@@ -36,9 +36,9 @@ class IncomingBytes:
         self._in_frames, self.began_at = 0, None
 
     def take_messages(self) -> None:
-        """Stop counting whole messages, because the application has taken all of them."""
+        """Stop counting whole messages, because the application has taken all messages."""
         self._waiting = 0
-        self.may_hold(self._in_frames)  # a smaller count is always allowed
+        self.may_hold(self._in_frames)  # report the count; a smaller count is always allowed
 
     def measure(self, num_unread: int) -> bool:
         """Return whether the server may hold the counted bytes and `num_unread` bytes more."""

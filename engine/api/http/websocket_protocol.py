@@ -23,7 +23,7 @@ from .stalled_reader import StalledReader
 PIECE_BYTES = 4096
 # Limit of the fragments of one message. `ws_max_size` limits bytes, so not empty fragments.
 MAX_FRAGMENTS = 16384
-TOO_MANY = "too_many_requests"  # the reason that a client gets with TRY_AGAIN_LATER
+TOO_MANY = "too_many_requests"  # the reason in a close frame with the code TRY_AGAIN_LATER
 PING_SECONDS = 20.0
 _NO_HANDSHAKE = ApiError(
     "the websocket's handshake cannot be read; send at most 128 headers, of 8192 bytes each",
@@ -47,7 +47,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._has_closed = False  # the application has closed the websocket
 
     def connection_made(self, transport: BaseTransport) -> None:
-        """Take the connection over from HttpProtocol. The next bytes are the upgrade request."""
+        """Take a connection over from HttpProtocol, which then passes the upgrade request."""
         super().connection_made(transport)
         self._reader = StalledReader(self.loop, cast(asyncio.Transport, transport))
 
@@ -61,7 +61,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes. The first call has the whole upgrade request."""
+        """Process received bytes. In the first call, `data` is the whole upgrade request."""
         if self.handshake_initiated:
             self._unparsed += data
             self._parse()
@@ -108,7 +108,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._parse_soon()
 
     def shutdown(self) -> None:
-        """End the connection when the server ends. The application may finish as for HTTP."""
+        """End the connection when the server ends, after the time that HTTP requests also get."""
         if self.close_sent or not self.handshake_initiated:
             super().shutdown()
 

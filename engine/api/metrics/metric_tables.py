@@ -143,7 +143,7 @@ POOL: Table = (
     ("reuse_gap", _histogram("vllm:kv_block_reuse_gap_seconds", "Between two uses of a block.")),
 )
 
-# Step metrics.
+# Metrics of the engine core's steps.
 CORE: Table = (
     ("iteration_tokens", _histogram("vllm:iteration_tokens_total", "Tokens of a step.")),
     (
@@ -265,7 +265,7 @@ TIER: Table = (
         _counter("stratakv:corrupt_records_dropped", "Records forgotten as damaged or unreadable."),
     ),
 )
-# Metrics of each tier with a second label.
+# Metrics of each tier that have a second label: key in `stats`, name of the label, metric.
 TIER_BY_LABEL: tuple[tuple[str, str, Shown], ...] = (
     (
         "rejected",

@@ -48,7 +48,7 @@ class CompletionAnswer(Answer):
 
     request: CompletionRequest
     echoes: list[str]
-    _forms: dict[int, CompletionForm] = field(default_factory=dict)  # the form of each choice
+    _forms: dict[int, CompletionForm] = field(default_factory=dict)  # by the index of a choice
 
     def whole(self, parts: list[Part], usage: Usage) -> Completion:
         return self.chunk(parts, usage)
@@ -225,7 +225,7 @@ def tasks_of(
 
 
 def _num_prompt_logprobs(request: CompletionRequest) -> int | None:
-    """Return the larger of `prompt_logprobs` and, with `echo`, `logprobs`; None without both."""
+    """Return the larger of `prompt_logprobs` and, with `echo`, `logprobs`; None if all are None."""
     counts = [request.prompt_logprobs, request.logprobs if request.echo else None]
     return max((count for count in counts if count is not None), default=None)
 

@@ -56,7 +56,7 @@ _one = msgspec.json.Decoder(_Raw)
 
 
 class DroppedFields:
-    """Counts and logs the fields that one server does not read."""
+    """Counts and logs unread fields of requests, for one server."""
 
     def __init__(self, count: Callable[[int], None]) -> None:
         self._count = count

@@ -2,8 +2,8 @@
 """POST /follow/v1/completions and /follow/v1/chat/completions: announce a later request whose
 prompt another node computes now.
 
-The body is the body of the later request. The cache tiers *follow* the prompt: they load its KV
-blocks while the other node stores the blocks. The engine computes nothing."""
+The body is the body of the later request. The cache tiers *follow* the prompt: the tiers load the
+prompt's KV blocks while the other node stores the blocks. The engine computes nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..front import Front
 from .request.body import JSON
 from .response.generation import Generation
 
-FOLLOW = "/follow"  # the prefix of the request's path
+FOLLOW = "/follow"  # the prefix of the paths of these two routes
 
 
 class Followed(msgspec.Struct):
@@ -29,7 +29,7 @@ class Followed(msgspec.Struct):
 
 
 async def follow(front: Front, generations: Iterable[Generation]) -> ASGIApp:
-    """Make the engine core's tiers follow each prompt. Raises ApiError if the core refuses one."""
+    """Make the engine core's tiers follow each prompt. Raises ApiError for a refused prompt."""
     count = 0
     for generation in generations:
         if generation.child:

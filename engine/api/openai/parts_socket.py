@@ -52,7 +52,7 @@ class PartsSocket:
                 await self._answer(scope, receive, send)
             except ClientGone:
                 logger.debug("a client left before its answer was whole")
-            except Exception as error:  # noqa: BLE001 - the border: every fault becomes an answer
+            except Exception as error:  # noqa: BLE001 - every error becomes an HTTP answer
                 await close_with_error(send, to_api_error(error))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -23,8 +23,8 @@ from .base import Check, Finding, ok, problem, warning
 from .disk import check_disks, check_folder
 from .machine import check_clock, check_huge_pages, check_memory
 
-MACHINES = ("x86_64", "aarch64")  # the processors that the code is built and tested for
-POPULATE, COLLAPSE = (5, 14), (6, 1)  # kernels with MADV_POPULATE_WRITE and MADV_COLLAPSE
+MACHINES = ("x86_64", "aarch64")  # the processors for which StrataKV is built and tested
+POPULATE, COLLAPSE = (5, 14), (6, 1)  # first Linux with MADV_POPULATE_WRITE, and MADV_COLLAPSE
 FEWEST_FILES = 4096  # file descriptors that connections and the files of the tiers may need
 SHARED_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 GPU_FILE = Path("/dev/nvidiactl")

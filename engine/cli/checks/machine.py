@@ -19,7 +19,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - engines make regions of shared 
 TIGHT_SHARE = 0.9
 
 _TIMEX_BYTES = 512  # more bytes than struct timex has
-_CLOCK_UNKNOWN = 5  # TIME_ERROR
+_CLOCK_UNKNOWN = 5  # adjtimex's result TIME_ERROR: the clock is not synchronised
 
 
 def check_shared_memory(region_bytes: int, folder: Path = SHARED_MEMORY) -> Iterator[Finding]:

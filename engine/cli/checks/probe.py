@@ -12,7 +12,7 @@ import sys
 # Removes the working directory from the path, so that the directory cannot provide modules.
 sys.path[:] = [place for place in sys.path if place]
 
-import importlib  # noqa: E402 - behind the line above
+import importlib  # noqa: E402 - after the change of sys.path
 import importlib.metadata  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
@@ -39,7 +39,7 @@ def module(name: str) -> dict[str, Any]:
     """Return the version of a module, or the error of its import."""
     try:
         found = importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is told, whatever it is
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - any error is reported
         return {"error": f"{type(error).__name__}: {error}"}
     return {"version": str(getattr(found, "__version__", ""))}
 
@@ -54,7 +54,7 @@ def vllm(hash_algorithm: str) -> dict[str, Any]:
         from vllm.platforms import current_platform
 
         about["platform"] = str(current_platform.device_type)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is told, whatever it is
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - any error is reported
         about["error"] = f"{type(error).__name__}: {error}"
         return about
     try:
@@ -68,7 +68,7 @@ def vllm(hash_algorithm: str) -> dict[str, Any]:
             kv_cache_utils.init_none_hash(function)
             roots.append(bytes(kv_cache_utils.NONE_HASH).hex())
         about["roots"] = roots
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is told, whatever it is
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - any error is reported
         about["roots_error"] = f"{type(error).__name__}: {error}"
     return about
 

@@ -99,7 +99,7 @@ class VllmCase:
 
     @property
     def settings(self) -> VllmSettings | None:
-        """The valid settings; None if they are invalid, which `check_settings` reports."""
+        """StrataKV's settings; None for invalid settings, which `check_settings` reports."""
         try:
             return None if self.given is None else HOST.read(self.given)
         except ConfigError:

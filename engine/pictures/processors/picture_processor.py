@@ -25,7 +25,7 @@ Pixels = npt.NDArray[np.uint8]
 class PictureItem(NamedTuple):
     """A part of a picture that the model's encoder encodes without the other parts."""
 
-    pixels: Pixels  # [height, width, 3]
+    pixels: Pixels  # RGB, of the shape [height, width, 3]
     digest: bytes
     num_tokens: int
 

@@ -178,7 +178,7 @@ def _known_words(kind: type, path: str) -> str:
 
 
 def _alternatives(types: Iterable[msgspec.inspect.Type]) -> Iterator[msgspec.inspect.Type]:
-    """Yield the types, but the members of a union and the items' type of a list in their place."""
+    """Yield the types, but for a union its members, and for a list the type of its items."""
     for each in types:
         if isinstance(each, msgspec.inspect.UnionType):
             yield from _alternatives(each.types)

@@ -90,7 +90,7 @@ async def render(
         tools,
     )
     try:
-        async with asyncio.timeout(front.settings.request_timeout_seconds):  # with time in a queue
+        async with asyncio.timeout(front.settings.request_timeout_seconds):  # the queue counts too
             return await _prompt(rendering, messages, goes_on=goes_on)
     except TemplateRefused as error:
         raise ApiError(str(error), param="messages", code="chat_template_failed") from None
@@ -119,8 +119,8 @@ def _check_messages(
 
 
 def _check_tools_in(message: ChatMessage, place: str) -> None:
-    """Raise ApiError if a message of another role than assistant has calls, if one of another role
-    than tool has a `tool_call_id`, and if a tool's message has no `tool_call_id`."""
+    """Raise ApiError if a message of another role than assistant has calls, if a message of another
+    role than tool has a `tool_call_id`, and if a tool's message has no `tool_call_id`."""
     for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
         if getattr(message, name) and message.role != role:
             words = f"`{place}.{name}` is for messages of the role {role}, not {message.role}"
@@ -180,7 +180,7 @@ def _rules_in_a_row(seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
 
 def _join_rules(seen: list[Seen], origins: list[int]) -> tuple[list[Seen], list[int]]:
     """Join each row of neighbouring system and developer messages to one message, a paragraph for
-    each joined message. Return the resulting messages and their original indices."""
+    each joined message. Return the resulting messages, and the original index of each."""
     joined: list[Seen] = []
     places: list[int] = []
     for message, origin in zip(seen, origins, strict=True):

@@ -237,7 +237,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None  # OpenAI's field for a text that refuses an answer
-    tool_calls: list[MadeCall] | None = None  # only in messages of the assistant
+    tool_calls: list[MadeCall] | None = None  # the assistant's messages only may have tool calls
     tool_call_id: str | None = None  # in a tool's message: the id of the call with this result
     # Unsupported fields: see NEUTRAL_IN_MESSAGES.
     function_call: Any = None
@@ -258,7 +258,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None  # becomes a variable of the chat template
-    tools: list[ToolDefinition] | None = None  # see tools.py
+    tools: list[ToolDefinition] | None = None  # tools.py has the rules for tools
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     # Unsupported fields: see NEUTRAL_VALUES.

@@ -36,8 +36,8 @@ _SCHEMA_FIELDS = {"name", "schema", "strict", "description"}
 
 
 def structured_outputs_of(front: Front, request: SamplingFields) -> StructuredOutputsParams | None:
-    """Return the answer's required form, None without one. Raises ApiError, with the field's name,
-    for an invalid value and for a request with two fields that set a form."""
+    """Return the answer's required form; None for an answer of any form. Raises ApiError, with the
+    field's name, for an invalid value and for a request with two fields that set a form."""
     asked: dict[str, Mapping[str, Any]] = {}
     if request.response_format is not None:
         found = _of_response_format(request.response_format)

@@ -42,7 +42,7 @@ MAX_INLINE_POSITIONS = 512
 _encoder = msgspec.json.Encoder()
 _NO_OPTIONS = StreamOptions()
 
-UsageField = Usage | UnsetType | None  # UNSET: the request asks for no usage
+UsageField = Usage | UnsetType | None  # UNSET: the stream has no usage, which was not requested
 
 
 @dataclass(slots=True)
@@ -270,7 +270,7 @@ async def run_all(
 
 
 def kv_params_of(parts: list[Part]) -> KvParams:
-    """Return the `kv_transfer_params` of an answer or a chunk; UNSET for several parts or none."""
+    """Return the `kv_transfer_params` of an answer or chunk with one part, else UNSET."""
     return parts[0].kv_transfer_params if len(parts) == 1 else UNSET
 
 

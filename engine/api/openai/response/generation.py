@@ -67,7 +67,7 @@ class Generation:
     hands_over_alone: bool = False  # the request's only choice, handed over to a decode node
     thoughts: Thoughts | None = None  # None: thoughts stay in the text
     calls: CallReader | None = None  # None: calls of tools stay in the text
-    decoder: Decoder | None = None  # None: the tokenizer decodes the tokens
+    decoder: Decoder | None = None  # decodes the tokens; None: the tokenizer decodes the tokens
     tool: str = ""  # the first tool that the answer has called
     has_text: bool = False  # the answer has text besides thoughts and tool calls
 
@@ -195,7 +195,7 @@ def tenant_of(front: Front, http: HTTPConnection) -> str:
 
 
 class Job(NamedTuple):
-    """The agent's job of which a request is one step."""
+    """An agent's job, to which a request belongs as one step."""
 
     job_id: str
     is_last_step: bool

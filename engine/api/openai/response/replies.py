@@ -52,7 +52,7 @@ PromptTokens = list[dict[int, PromptToken] | None] | UnsetType
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Four lists with one entry for each token. `text_offset` counts characters of the text."""
+    """Four lists with one entry for each token of a completion. `text_offset` is in characters."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -87,7 +87,7 @@ class Completion(msgspec.Struct):
 
 
 class TopLogprob(msgspec.Struct, gc=False):
-    """A likely token. `bytes` is null if the token's bytes are unknown."""
+    """A likely token at a position of the answer. `bytes` is null if the bytes are unknown."""
 
     token: str
     logprob: float
@@ -111,7 +111,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class FunctionCall(msgspec.Struct):
-    """A called function. `arguments` is JSON if the model wrote JSON."""
+    """The function that a tool call names. `arguments` is JSON if the model wrote JSON."""
 
     name: str
     arguments: str
@@ -140,7 +140,7 @@ class ToolCallDelta(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct):
-    """A whole message. `content` is null if the message has tool calls and no text."""
+    """The message of a chat's answer. `content` is null for a message of only tool calls."""
 
     role: Literal["assistant"]
     content: str | None

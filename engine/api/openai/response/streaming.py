@@ -102,7 +102,7 @@ class EventStream:
             await until_disconnect(receive, self._send_events(send), self.ended)
         except ClientGone:
             logger.debug("a client left in the middle of its stream")
-        except Exception as error:  # noqa: BLE001 - the border: every fault becomes an answer
+        except Exception as error:  # noqa: BLE001 - every error becomes an HTTP answer
             await self._send_error(to_api_error(error), scope, receive, send)
 
     async def _send_events(self, send: Send) -> None:

@@ -84,7 +84,7 @@ class ToolUse:
     only_first: bool = False
     ends_with_calls: bool = True  # False if `tool_choice` is a function: OpenAI reports `stop`
     marks: ReasoningMarks | None = None  # the marks around thoughts in the answer's text
-    decoder: Decoder | None = None  # decodes answers that may have calls; None: the tokenizer
+    decoder: Decoder | None = None  # decodes answers with calls; None: the tokenizer decodes
 
     def reader(self) -> CallReader | None:
         """Return a new `CallReader` for one answer; None if calls stay in the text."""
@@ -96,7 +96,7 @@ class ToolUse:
 
 
 class _Choice(NamedTuple):
-    mode: str  # one of _MODES, or _NAMED
+    mode: str  # "auto", "none", "required", or "named" if `tool_choice` names a function
     name: str = ""
 
 
@@ -178,7 +178,7 @@ def _is_json(text: str) -> bool:
 
 
 def _check_schema(place: str, schema: Mapping[str, Any] | None) -> None:
-    """Raise ApiError unless the schema describes an object. The grammar compiler checks details."""
+    """Raise ApiError unless the schema describes an object; the compiler checks other keywords."""
     schema = without_nulls(schema or {})
     kind = schema.get("type", "object")
     if kind != "object":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sandbox that compiles and renders chat templates, with limits on their functions and their
+"""The sandbox that compiles and renders chat templates, with limits on a template's functions and
 output. The sandbox runs in a separate process (`template_worker.py`)."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_PRODUCT_ITEMS = 1024**2  # items of a repeated string or list
+MAX_PRODUCT_ITEMS = 1024**2  # limit of the length of a string or list that `*` repeats
 MAX_POWER_BITS = 4096
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from .sandbox import TemplateRefused
 
 Seen = dict[str, Any]  # a message in the form for the template
-Render = Callable[[Sequence[Seen]], Awaitable[str]]  # raises TemplateRefused
+Render = Callable[[Sequence[Seen]], Awaitable[str]]  # returns a prompt, or raises TemplateRefused
 
 # Stands for a picture in the text of a message. No valid text has these noncharacters; if a client
 # sends the mark, the prompt has more marks than the request has pictures, which is an error.
@@ -62,7 +62,7 @@ class CallForm:
 
 
 class TemplateProbe:
-    """Tests one template, and keeps the results. The methods' parameter `render` is the function
+    """Tests one chat template, and keeps the results. The methods' parameter `render` is a function
     that renders a conversation within the server's limits."""
 
     def __init__(self, source: str) -> None:
@@ -95,7 +95,7 @@ class TemplateProbe:
     async def call_form(
         self, render: Callable[[Sequence[Seen], Sequence[Any] | None], Awaitable[str]], tools: bool
     ) -> CallForm:
-        """Return the form of calls with or without `tools`. `render` takes messages and tools."""
+        """Return the form of calls in prompts with or without `tools`. `render` makes a prompt."""
         if tools not in self._forms:
             self._forms[tools] = await _find_call_form(render, [_TOOL] if tools else None)
         return self._forms[tools]
@@ -269,7 +269,7 @@ def _marked(seen: Sequence[Seen], places: Iterable[int]) -> list[Seen]:
 async def _left_out(
     marked: Sequence[Seen], places: Iterable[int], render: Render
 ) -> list[int] | None:
-    """Return the `places` whose marks are not in the prompt; None if the template refuses marks."""
+    """Return the `places` whose marks the prompt lacks; None if the template refuses `marked`."""
     try:
         text = await render(marked)
     except TemplateRefused:

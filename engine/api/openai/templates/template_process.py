@@ -28,7 +28,7 @@ MAX_WAIT = 10
 START_SECONDS = 60.0
 _END_SECONDS = 10.0
 _MODULE = f"{__package__}.template_worker"
-_MAX_BYTES_A_CHARACTER = 12  # most bytes of one character of the text in the answer's JSON
+_MAX_BYTES_A_CHARACTER = 12  # most bytes of one character in JSON: two \u escapes
 _MAX_OTHER_BYTES = 1024**2
 
 
@@ -44,7 +44,7 @@ class Limits(NamedTuple):
 
 
 class TemplateProcess:
-    """A process of `template_worker`. One thread at a time calls `ask`; any thread may kill it."""
+    """A process of `template_worker`. Any thread may kill the process; one at a time may `ask`."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()

@@ -31,7 +31,7 @@ import jinja2
 from .sandbox import TemplateRefused, compile_template, render_template
 
 LENGTH = struct.Struct("!I")
-# Memory limit in addition to the memory after the start. The longest conversation takes 100 MiB.
+# Limit of the process's memory, beyond its memory at the start. A long conversation takes 100 MiB.
 MAX_MEMORY_BYTES = 768 * 1024**2
 MAX_TEMPLATES = 8
 _ALIVE_SECONDS = 10.0  # between two checks that the parent process still runs
