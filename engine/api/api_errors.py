@@ -96,7 +96,7 @@ def encode_error(error: ApiError) -> bytes:
 
 
 def error_response(error: ApiError) -> Response:
-    """Return the HTTP response. 408 and 413 close the connection, as the body has unread bytes."""
+    """Return the HTTP response. An error 408 or 413 closes the connection, as bytes are unread."""
     headers = {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the HTTP front: switches, and limits on requests."""
+"""`ApiSettings`: the settings of the HTTP server's routes, such as limits of requests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ApiSettings:
     max_rendered_characters: int = 4 * MIB
     # Limit of a request's texts, because the tokenizer takes about 200 bytes for each character.
     max_text_characters: int = 2 * MIB
-    # The time in which a scrape waits for the engine core's metrics, before it has the last values.
+    # The time limit of a scrape for new metrics of the engine core; a late core's last values stay.
     stats_timeout_seconds: float = 1.0
     enable_dev_routes: bool = False
     # The folder that has the LoRA adapters which clients may load; None: clients may load none.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP application: its routes, their checks and their error answers.
+"""The HTTP application: the routes, and the checks and error answers of routes.
 
 `http_server.py` runs the application. Handlers are plain ASGI applications below FastAPI, because
 FastAPI's validation and response classes cost more time per request than decoding a prompt does."""
@@ -183,8 +183,8 @@ def create_app(
         open_paths += [METRICS_PATH] if settings.metrics_without_key else []
         app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key, open_paths=open_paths)
     if settings.cross_origin is not None:
-        # CORS stands before the check of the API key: a browser's preflight request has no key, and
-        # web pages must be able to read an answer 401.
+        # CORS is handled before the API key is checked, because a browser's preflight request has
+        # no key, and a web page must be able to read an answer 401.
         _allow_cross_origin(app, settings.cross_origin)
     if settings.allowed_hosts is not None:
         app.add_middleware(HostMiddleware, allowed=settings.allowed_hosts)

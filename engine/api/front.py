@@ -31,7 +31,7 @@ from .token_texts import TokenTexts
 
 # A text of more characters is tokenized in a thread. The switch to a thread costs some 50 us.
 MAX_INLINE_CHARACTERS = 2048
-# At most MAX_LONG_TEXTS texts above this length are tokenized at once, to limit memory and time.
+# Characters of a text above which at most MAX_LONG_TEXTS texts are tokenized at once.
 MAX_SHARED_CHARACTERS = 256 * 1024
 MAX_LONG_TEXTS = 2
 
@@ -103,7 +103,7 @@ class Front:
         return self.model_name
 
     def need_tokenizer(self, param: str, cure: str) -> Tokenizer:
-        """Return the tokenizer. Raises ApiError, with the remedy `cure`, if the server has none."""
+        """Return the tokenizer. Raises ApiError, with the remedy `cure`, without a tokenizer."""
         if self.tokenizer is None:
             message = f"this server has no tokenizer; {cure}"
             raise ApiError(message, param=param, code="no_tokenizer")

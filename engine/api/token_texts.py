@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`TokenTexts`: the text and the bytes of single tokens, cached by token id.
 
-A token's text is the text that it adds to the tokens before it, including a space before a word:
+A token's text is the text that the token adds to a text before it, with the space before a word:
 
     vocabulary     text        bytes
     Ġworld         " world"    20 77 6f 72 6c 64

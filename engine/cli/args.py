@@ -25,7 +25,7 @@ from ..config.unsupported_options import explain_not_built
 from ..config.vllm_aliases import ALIASES
 from ..logs import LOG_LEVELS
 
-# The prefix of vLLM's names of options in the namespace, so that a command's own flags can differ.
+# The prefix of vLLM's names of options in an argparse namespace; a command's own flags lack it.
 _ALIAS = "alias:"
 _SETTINGS = "settings"
 

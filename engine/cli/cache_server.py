@@ -106,8 +106,8 @@ def _prepare_process() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Each event needs grpc's own thread, which at Python's default switch interval could wait 5 ms
-    # for the event loop's thread.
+    # Each event needs grpc's own thread, which at Python's default switch interval may wait 5 ms
+    # until the event loop's thread releases the GIL.
     sys.setswitchinterval(_SWITCH_SECONDS)
     _keep_freed_memory()
 

@@ -26,7 +26,7 @@ def tell_ready() -> None:
 
 def tell_reloading() -> None:
     """Notify systemd that a reload begins. `tell_ready` must follow, even if the reload fails."""
-    # By the time, systemd detects that the message answers its latest signal (`notify-reload`).
+    # The time shows systemd (`notify-reload`) which of its signals the message answers.
     _tell("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
 

@@ -33,7 +33,7 @@ CORE_ENVIRONMENT = {
 
 
 class LaunchedCore:
-    """An engine core's process. At its exit another thread calls `on_exit` with the exit status."""
+    """An engine core's process. A thread calls `on_exit` with the exit status of the process."""
 
     def __init__(self, on_exit: Callable[[int], None]) -> None:
         self._on_exit = on_exit

@@ -215,8 +215,8 @@ class MessageClient(EngineClient):
                 sent.set_result(False)
 
     def _start_unread_timer(self, request_id: str) -> None:
-        """Restart the timer that aborts an opened prompt without a reader or a new part. The timer
-        is longer than the engine core's time-out for the next part."""
+        """Restart the timer that aborts an opened prompt without a reader and without new parts.
+        The timer is longer than the engine core's time-out for the next part."""
         self._stop_unread_timer(request_id)
         seconds = UNREAD_SECONDS + self.ready.session_idle_seconds
         loop = asyncio.get_running_loop()

@@ -46,7 +46,7 @@ _count = readers.integer_within(1, 1_000_000)
 
 
 def _as_engines(option: Option, default: str, **changed: Any) -> Any:
-    """Return a dataclass field that copies an engine's option of a tier, with `changed` fields."""
+    """Return a dataclass field with a copy of an engine's tier option and `changed` fields."""
     return field(default=default, metadata={Option: replace(option, field="", **changed)})
 
 
@@ -240,7 +240,7 @@ def _mac_key(options: CacheServerOptions) -> Any:
     if not disks:
         raise ConfigError("--ssd-mac-key-file is for blocks on a disk; give --ssd-path too")
     keys = [read_mac_key(path, flag_of("ssd_mac_key_file"), disk) for disk in disks]
-    return keys[0]  # each disk needed a check of the key file; the read keys are equal
+    return keys[0]  # all keys are equal; read_mac_key checks the key file against each disk
 
 
 def _limits(options: CacheServerOptions) -> Limits:
@@ -268,8 +268,8 @@ def _tls(options: CacheServerOptions) -> Any:
 
 
 def _tenants(options: CacheServerOptions, left_token: str | None) -> tuple[Tenants, str | None]:
-    """Return all tenants, and the server's own token for clients of this user, or None. The token
-    is `left_token`, the own token of a running server, if that exists."""
+    """Return all tenants, and the server's own token for clients of this user, or None. A running
+    server's own token, `left_token`, becomes the own token again."""
     from ...tiers.cache_server.access.tenants import (
         check_totals,
         new_token,

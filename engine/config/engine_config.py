@@ -177,7 +177,7 @@ class CacheConfig:
     watermark: float = 0.01  # fraction of blocks that stay free when a request is admitted
     # Number of cache groups, each with its own block tables, if all layers have one kind of
     # attention; otherwise the kinds of layers determine the groups (`cache/group_spec.py`).
-    # Settings count blocks over all layers, but each group of several has smaller blocks.
+    # Settings count blocks over all layers, but a block of one of several groups is smaller.
     num_groups: int = 1
     # Tokens in a block that the attention kernel reads; None: `block_size`. A block of the pool
     # consists of several kernel blocks, in order. The number changes the order of a block's bytes,
@@ -234,8 +234,8 @@ class SchedulerConfig:
     max_waiting_requests: int = 4096
     max_adapters: int = 0  # most different LoRA adapters in one step; set from LoraConfig
     pictures: bool = False  # whether prompts may have pictures; set from the model
-    # `admit_below` is lower than the next share, so that a newly admitted request is not preempted
-    # at once. Neither of the two shares applies to the only running request.
+    # `admit_below` is lower than `preempt_above`, so that a newly admitted request is not preempted
+    # at once. Neither `admit_below` nor `preempt_above` applies to the only running request.
     admit_below: float = setting(
         0.8, readers.number, "let requests in while less than this share of the pool is held",
         "SHARE",

@@ -181,7 +181,7 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
 
 
 def is_service_link(variable: str, value: str) -> bool:
-    """Return whether a variable is of Kubernetes, for a service with a name like `stratakv…`."""
+    """Return whether Kubernetes has set a variable, for a service with a name like `stratakv…`."""
     if _SERVICE_LINK.fullmatch(variable):
         return True
     return variable.endswith("_PORT") and _SERVICE_URL.fullmatch(value) is not None

@@ -18,7 +18,7 @@ from ..request.sampling_params import SamplingParams, check_params_for_embeds
 
 Prompt = str | Sequence[int] | npt.NDArray[Any]
 Conversation = Sequence[Mapping[str, Any]]
-# Iterable types that are refused as a list, because of the type of their items or without an order.
+# Iterable types that are refused as lists, because their items are no prompts or have no order.
 NO_LISTS = (bytes, bytearray, memoryview, dict, set, frozenset)
 
 

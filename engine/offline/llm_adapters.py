@@ -37,7 +37,7 @@ class LlmAdapters:
 
     def load(self, name: str, path: str | Path, *, replaces: bool = False) -> LoadedAdapter:
         """Load the adapter that PEFT has saved in the folder `path`. `replaces`: the name may be in
-        use; running requests keep the replaced adapter. Raises ValueError for an adapter that
+        use, and running requests keep the replaced adapter. Raises ValueError for an adapter that
         cannot be used."""
         name, folder = adapter_name("name", name), read_path("path", path)
         client = self._llm.client

@@ -77,7 +77,7 @@ def bytes_of_data_url(url: str, max_bytes: int = MAX_PICTURE_BYTES) -> bytes:
             "a smaller picture"
         )
     try:
-        # The strict mode of a2b_base64 also accepts padding after whole groups, refused here.
+        # The strict mode of a2b_base64 would accept padding after whole groups, so this is checked.
         if num_characters % 4 or url.endswith("==="):
             raise ValueError("wrong padding")
         data = binascii.a2b_base64(url[found.end() :], strict_mode=True)

@@ -50,7 +50,7 @@ REFERENCES: Mapping[str, Rate] = {
 
 def resolve_rates(given: Mapping[str, Any], probe: bool) -> dict[str, Rate]:
     """Return the rates that the plan needs, by name. `probe`: rates that the user does not give are
-    measured, not reference values. The network cannot be measured, so a probed plan lacks its rate.
+    measured. The network cannot be measured, so a plan with `probe` has no rate of the network.
     Raises ConfigError for contradictory flags, and if the disk cannot be measured."""
     if "flops" in given and "prefill_tokens_per_second" in given:
         raise ConfigError(

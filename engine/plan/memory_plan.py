@@ -95,7 +95,7 @@ class Waste:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The time to compute a prefix, and the time to load it from each tier."""
+    """The time to compute a prefix, and the time to load the prefix from each tier."""
 
     tokens: int
     blocks: int

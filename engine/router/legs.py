@@ -22,7 +22,7 @@ _WITH_PROMPT = (COMPLETIONS, PARTS_PATH)
 # English text has about four bytes of UTF-8 per token.
 BYTES_PER_TOKEN = 4
 
-# A prompt with more commas stays undecoded: decoding would block the event loop for seconds.
+# A prompt whose JSON has more commas is not decoded, which would block the event loop for seconds.
 MAX_PARTS = 65536
 _IN_LISTS_OF_IDS = b"0123456789-, \t\r\n"
 

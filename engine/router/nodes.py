@@ -8,9 +8,9 @@ node's requests in flight.
 A node is refused if it was started for another role, or if its identity differs from the
 *reference*, the identity of the decode nodes in use. The first decode node on the command line that
 is up sets the reference. The reference stays while a decode node with this identity is alive and
-not drained, so one node that restarts with another model cannot make all others refused. When no
-decode node with the reference is left, the next decode node that is up sets a new one. A prefill
-node never sets the reference, because answers are possible without prefill nodes."""
+not drained, so a single node that restarts with another model cannot make all other nodes refused.
+When no decode node with the reference is left, the next decode node that is up sets a new one. A
+prefill node never sets the reference, because answers are possible without prefill nodes."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class Nodes:
         return sum(node.in_flight for node in self.of_role[role])
 
     def by_url(self, url: str) -> Node | None:
-        """Return the node with that URL, with or without a slash at its end, or None."""
+        """Return the node with the URL `url`, with or without a slash at its end, or None."""
         wanted = url.rstrip("/")
         return next((node for node in self if node.address.url == wanted), None)
 

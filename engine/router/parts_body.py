@@ -46,8 +46,8 @@ class PartsSource(Protocol):
 
 class PartsBody:
     """The body of one prompt in parts. The router reads the first line with `read_first`, and later
-    lines with `read_more`. A part must arrive within `part_seconds`. `hold` records the body's
-    number of bytes in memory, and raises ApiError if the router holds too many bytes."""
+    lines with `read_more`. A part must arrive within `part_seconds`. `hold`, a function, gets the
+    body's number of bytes in memory, and raises ApiError if the router holds too many bytes."""
 
     def __init__(
         self, source: PartsSource, part_seconds: float, hold: Callable[[int], None]
@@ -63,8 +63,8 @@ class PartsBody:
         self.was_read = False
 
     async def read_first(self, ended: asyncio.Future[None]) -> bytes:
-        """Return the first line that is not empty, and the bytes that came with it. Raises ApiError
-        if the line does not come in time, ClientGone, and the errors of the source."""
+        """Return the first line that is not empty, and received bytes after it. Raises ApiError if
+        the line does not arrive in time, ClientGone, and the errors of the source."""
         deadline = asyncio.get_running_loop().time() + self._part_seconds
         held = bytearray()
         while True:

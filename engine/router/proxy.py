@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends a client's request to a decode node; a prefill node computes a long prompt before that.
+"""Sends a client's request to a decode node, and a long prompt to a prefill node before that.
 
     long prompt   prefill node (one token) ── KV blocks ──▶ shared cache
                   then decode node (the client's request) ◀── KV blocks ──┘

@@ -17,8 +17,8 @@ from .upstream import Headers, NodeAnswer, NodeError, NodeLost
 
 logger = logging.getLogger(__name__)
 
-# Bytes of an answer that are held before the answer is passed on: if the node is lost until then,
-# another node can answer. A longer answer is passed on as it arrives.
+# Limit of an answer that is held until it is whole: if the node is lost before, another node can
+# answer. A longer answer is passed on as the answer arrives.
 HELD_BYTES = 1024 * 1024
 # The time limit for sending the last event of a failed stream to a slow client.
 LAST_WORDS_SECONDS = 2.0

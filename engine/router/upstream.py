@@ -64,7 +64,7 @@ class BodyRest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NodeRequest:
-    """A request to a node. `headers` lacks `content-length` and similar, which are added later."""
+    """A request to a node. `headers` must lack the headers that `write_request` adds."""
 
     method: bytes
     target: bytes
@@ -244,7 +244,7 @@ async def exchange(
 ) -> AsyncIterator[NodeAnswer]:
     """Send a request, and yield the answer once its head has arrived. The connection is closed at
     the end of the block, or aborted if the answer was not read to its end. During the block,
-    `transports` contains the connection's transport; after an abort of it, reads raise NodeLost."""
+    `transports` contains the connection's transport; if it is aborted, reads raise NodeLost."""
     context = None
     if address.is_tls:
         assert tls is not None  # an https address never gets a plain connection

@@ -26,8 +26,8 @@ class HttpServer(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         for sock in sockets or ():
             if sock.family in (socket.AF_INET, socket.AF_INET6):
-                # Accepted sockets inherit TCP_NODELAY from the listening socket, for which asyncio
-                # does not set it. Without TCP_NODELAY tokens wait 40 ms for a delayed ACK.
+                # Accepted sockets inherit TCP_NODELAY from the listening socket; asyncio does not
+                # set the option here. Without TCP_NODELAY tokens wait 40 ms for a delayed ACK.
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await super().serve(sockets)
 

@@ -2,8 +2,8 @@
 """`LingeringTransport`: closes a connection whose request was not read to its end.
 
 The kernel resets a socket that is closed with unread bytes, and the reset can arrive before the
-answer: a client that is still writing would get a broken pipe instead of the error. So the
-transport first sends the end of the answer, then drops incoming bytes until the client closes or
+answer: a client that is still writing would get a broken pipe instead of the error. `close` first
+sends the end of the answer, then drops incoming bytes until the client closes the connection or
 LINGER_SECONDS have passed."""
 
 from __future__ import annotations

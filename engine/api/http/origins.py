@@ -2,7 +2,7 @@
 """The check of the Origin header, which limits the web pages that may open a websocket.
 
 A browser lets a web page open a websocket to any host, without the check (CORS) that applies to
-other requests to another origin. So the server itself refuses a websocket from a page whose other
+other requests to another origin. The server itself refuses a websocket from a web page whose other
 requests CORS would refuse. Programs other than browsers send no Origin."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SHOWN_CHARACTERS = 64
 
 
 def check_origin(scope: Scope, allowed: CrossOrigin | None) -> None:
-    """Raise ApiError for a request from a web page whose origin is neither own nor allowed."""
+    """Raise ApiError for a web page whose origin is neither this server nor in `allowed`."""
     given = [value for name, value in scope["headers"] if name == b"origin"]
     if not given:
         return

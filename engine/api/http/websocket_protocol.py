@@ -108,7 +108,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._parse_soon()
 
     def shutdown(self) -> None:
-        """End the connection when the server ends, after the time that HTTP requests also get."""
+        """End the connection when the server ends; a running answer may finish, as with HTTP."""
         if self.close_sent or not self.handshake_initiated:
             super().shutdown()
 

@@ -101,7 +101,7 @@ class CoreCollector(Collector):
         yield self._family(tables.LORA_REQUESTS, ("adapter", "state"), samples)
         labels = {"max_lora": str(figures["max_adapters"])}
         labels |= {f"{each}_lora_adapters": ",".join(figures[each]) for each in states}
-        # The sample's value is the time, by which gateways find the newest of several samples.
+        # The value of a LORA_INFO sample is the time, so gateways can find the newest sample.
         yield self._family(tables.LORA_INFO, labels, [(tuple(labels.values()), time.time())])
 
     def _core(self, figures: CoreStats, tiers: Iterable[str]) -> Iterator[Metric]:
@@ -109,7 +109,7 @@ class CoreCollector(Collector):
         yield self._info(tables.CACHE_CONFIG, figures["cache_config"])
         if figures["offload_config"] is not None:
             yield self._info(tables.OFFLOAD_CONFIG, figures["offload_config"])
-        # Without the measured seconds per token, the saved time is unknown and so not shown.
+        # Until the seconds per token are measured, the saved time is unknown, and 0 would be wrong.
         if figures["seconds_per_token"] is not None:
             yield self._one(tables.PRICE, figures["seconds_per_token"])
             saved = figures["saved_seconds"]

@@ -28,13 +28,13 @@ _TOKENS = (
     1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10_000.0,
     20_000.0, 50_000.0, 100_000.0, 200_000.0,
 )  # fmt: skip
-# Phases of a request that the engine core times. A request's last output has the seconds of each.
+# Phases of a request that the engine core times. A request's last output has the phases' seconds.
 TIMED_PHASES = ("queue", "prefill", "decode")
 COMPUTED = "local_compute"  # the label `source` of prompt tokens that the engine computed
 
 
 class Metrics:
-    """The metrics of one served model, in a registry of their own."""
+    """The metrics of one served model, in a separate Prometheus registry."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry(auto_describe=True)

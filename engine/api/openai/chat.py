@@ -146,7 +146,7 @@ class ChatAnswer(Answer):
 
 
 async def create_chat_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
-    """Answer a request. With `follows`, the engine core only loads KV blocks (see `follow.py`)."""
+    """Answer a chat request. With `follows`, only load the prompt's KV blocks (see `follow.py`)."""
     arrival_seconds = time.monotonic()
     request = await read_chat(front, http)
     tools = tools_of(front, request)
@@ -157,7 +157,7 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
         text = _with_pictures(front.pictures, request, text, pictures)
     (prompt,) = await front.resolve_prompts(
         text,
-        # The chat template writes special tokens, so the tokenizer adds none unless asked to.
+        # The chat template writes special tokens, so by default the tokenizer adds no more.
         add_special_tokens=bool(request.add_special_tokens),
         truncate_to=request.truncate_prompt_tokens,
         max_tokens=request.most_tokens,

@@ -118,7 +118,7 @@ class CompletionAnswer(Answer):
 
 
 async def create_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
-    """Answer a request. With `follows`, the engine core only loads KV blocks (see `follow.py`)."""
+    """Answer a request. With `follows`, only load the prompts' KV blocks (see `follow.py`)."""
     arrival_seconds = time.monotonic()
     request = await read_completion(front, http)
     embeds: list[bytes] = []
@@ -225,7 +225,7 @@ def tasks_of(
 
 
 def _num_prompt_logprobs(request: CompletionRequest) -> int | None:
-    """Return the larger of `prompt_logprobs` and, with `echo`, `logprobs`; None if all are None."""
+    """Return the larger of `prompt_logprobs` and (with `echo`) `logprobs`, or None if not set."""
     counts = [request.prompt_logprobs, request.logprobs if request.echo else None]
     return max((count for count in counts if count is not None), default=None)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields inside messages, tools and `stream_options` that this server does not read.
+"""`DroppedFields`: counts and logs the unread fields inside messages, tools and `stream_options`.
 
 Clients send fields that only other servers accept, and fields that other servers put into answers.
-Unread fields change no answer of this server, so the server counts them and logs each name once."""
+Unread fields change no answer of this server, so a request with an unread field is not refused."""
 
 from __future__ import annotations
 

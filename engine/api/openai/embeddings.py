@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/embeddings: answers each prompt with a vector.
 
-All prompts of a request are checked before the engine gets any prompt. A vector is made of the
-served model's hidden states by `--pooling`, and has the length 1 unless `normalize` is false."""
+All prompts of a request are checked before the engine gets any prompt. A vector is made from the
+model's hidden states as `--pooling` says, and has the length 1 unless `normalize` is false."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /follow/v1/completions and /follow/v1/chat/completions: announce a later request whose
-prompt another node computes now.
+"""POST /follow/v1/completions and /follow/v1/chat/completions: prepare a node for a later request
+whose prompt another node computes now.
 
 The body is the body of the later request. The cache tiers *follow* the prompt: the tiers load the
 prompt's KV blocks while the other node stores the blocks. The engine computes nothing."""

@@ -37,7 +37,7 @@ def thought_of(message: ChatMessage) -> str:
 
 
 def picture_urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
-    """Return the path in the request and the URL of each picture of a conversation, in order."""
+    """Return, for each picture of a conversation in order, its path in the request and its URL."""
     found = []
     for number, message in enumerate(messages):
         for index, part in enumerate(message.content if isinstance(message.content, list) else ()):

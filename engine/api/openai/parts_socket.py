@@ -6,7 +6,7 @@
 
 The answer is one message with the JSON of /v1/completions, or one message per chunk with `stream`;
 the close code after an answer is 1000. An error is one message with the error object, followed by a
-close with an error's code. A connection serves one prompt; closing it early aborts the answer."""
+close with an error code. A connection serves one prompt; a client that closes early aborts it."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ FLAG = "--remote-"
 
 
 def check_servers(tiers: TierSettings) -> Iterator[Finding]:
-    """Check each cache server, and whether the tenant may store chunks on it."""
+    """Check each cache server, and whether the tenant may store chunks on the server."""
     try:
         credentials = tiers.remote.credentials()
     except TierConfigError as error:

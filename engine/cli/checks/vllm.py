@@ -82,7 +82,7 @@ class VllmCase:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the configuration names StrataSpec; otherwise vLLM's own spec may use a tier."""
+        """Whether the configuration names StrataSpec, not vLLM's own spec with a StrataKV tier."""
         return (self.extra.get("spec_name"), self.extra.get("spec_module_path")) == (SPEC, MODULE)
 
     @property
@@ -315,7 +315,7 @@ def check_kv_cache(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_model(case: VllmCase) -> Iterator[Finding]:
-    """Check the name of the model, and whether it has several cache groups."""
+    """Check the name of the model, and whether the model has several cache groups."""
     if case.model is None:
         return
     folder = Path(case.model)

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_tenants(path: Path, file: Path, args: argparse.Namespace) -> int:
-    """Print the data of tenants that are not in the file of tenants, and remove it on request."""
+    """Print the stores of tenants that are not in `file`, and remove these stores on request."""
     from ....tiers.cache_server.access.tenants import read_tenants
 
     try:

@@ -32,8 +32,8 @@ _INDEX = re.compile(r"\[[^]]*\]")
 JSON = "application/json"
 JSON_LINES = "application/x-ndjson"
 MAX_QUOTED_CHARACTERS = 64
-# Bytes over the body limit that are read and dropped. Most clients read no answer before they have
-# sent the whole body, and report a network error if the server closes the connection earlier.
+# Bytes over the body limit that are read and dropped. Most clients read no answer until the whole
+# body is sent, and report a network error if the server closes the connection earlier.
 DISCARDED_BYTES = 64 * MIB
 
 
@@ -178,7 +178,7 @@ def _known_words(kind: type, path: str) -> str:
 
 
 def _alternatives(types: Iterable[msgspec.inspect.Type]) -> Iterator[msgspec.inspect.Type]:
-    """Yield the types, but for a union its members, and for a list the type of its items."""
+    """Yield each type; instead of a union its members, and instead of a list its item type."""
     for each in types:
         if isinstance(each, msgspec.inspect.UnionType):
             yield from _alternatives(each.types)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the requests of chats and completions, and checks each request before the server works on
-it. The checks refuse fields that are out of bounds, contradict each other, or are unsupported."""
+"""Reads and checks the requests of chats and completions. The checks refuse fields that are out of
+bounds, contradict each other, or are unsupported."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ async def _prompt(rendering: Rendering, messages: list[ChatMessage], *, goes_on:
         if not await rendering.takes_both(one, other):
             seen, origins = _join_rules(seen, origins)
             break
-    # A mark after the last message's text shows where the template puts the end of that text.
+    # A mark after the last message's text shows where the text ends in the prompt.
     mark = f"end-{uuid.uuid4().hex}" if goes_on else ""
     if goes_on:  # the blank after the mark shows whether the template trims messages
         seen[-1]["content"] = f"{seen[-1]['content']}{mark} "

@@ -46,7 +46,7 @@ _OLDER_TOOLS = {"functions", "function_call"}
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """Options of a stream. `include_usage` adds a last chunk, without choices, with the usage.
+    """Options of a stream. `include_usage` adds a last chunk that has token counts and no choices.
     `continuous_usage_stats` adds the token counts so far to every chunk."""
 
     include_usage: bool | None = False
@@ -180,7 +180,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 class ImageUrl(msgspec.Struct, kw_only=True):
-    """The URL of a picture. `detail` has no effect: the model's own settings size pictures."""
+    """The URL of a picture. `detail` has no effect: the model's settings size each picture."""
 
     url: str | None = None
     detail: str | None = None

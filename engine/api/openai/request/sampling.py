@@ -24,7 +24,7 @@ from ...front import Front
 from .protocol import ChatRequest, SamplingFields
 from .structured import structured_outputs_of
 
-# Limits of entries, checked before any work on entries, because a body may have millions of them.
+# Limits of the entries of lists, checked first, because a body may have millions of entries.
 _MOST_ENTRIES = {
     "stop": (MAX_STOP_STRINGS, "strings"),
     "bad_words": (MAX_BAD_WORDS, "strings"),
@@ -165,7 +165,7 @@ def fit_logprobs(
     front: Front, params: SamplingParams, num_choices: int, *, asked: bool
 ) -> SamplingParams:
     """Limit `max_tokens` so that `num_choices` answers have no more log-probabilities than allowed.
-    Raises ApiError if the client `asked` for more tokens, or if too few tokens would be left."""
+    Raises ApiError if the client `asked` for more tokens, or if `min_tokens` exceed the limit."""
     if params.logprobs is None:
         return params
     most = front.settings.max_logprobs_per_request

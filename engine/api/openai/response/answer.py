@@ -35,8 +35,8 @@ from .replies import (
 )
 from .streaming import EventStream, Write, until_disconnect
 
-# An answer with log-probabilities of more positions is encoded in a thread, because a position with
-# 20 likely tokens takes about 30 us, and the event loop would delay all other requests.
+# Positions with log-probabilities above which an answer is encoded in a thread, not in the event
+# loop, where encoding delays all other requests: 20 likely tokens at a position take about 30 us.
 MAX_INLINE_POSITIONS = 512
 
 _encoder = msgspec.json.Encoder()
@@ -110,8 +110,8 @@ class Answer(ABC):
         return Response(body, media_type="application/json")
 
     async def send_messages(self, receive: Receive, write: Write) -> None:
-        """Answer over a websocket: one message for a whole answer, or one for each chunk of a
-        stream. `receive` returns http.disconnect when the client disconnects."""
+        """Answer over a websocket: with one message for a whole answer, or one message for each
+        chunk of a stream. `receive` returns http.disconnect when the client disconnects."""
         work = self._stream(write) if self.request.stream else self._write_whole(write)
         async with asyncio.timeout(self.front.settings.request_timeout_seconds):
             await until_disconnect(receive, work, self.front.in_flight.ended)

@@ -153,7 +153,7 @@ def make_generations(
     for place, (prompt, asked, embeds, pictures) in enumerate(tasks):
         params = without_routers_least(asked, request)
         asked_beams, beams = beams_of(request, params, embeds), None
-        # A prefill node only computes the prompt, so it needs no beam search.
+        # A prefill node only computes the prompt, so a prefill node runs no beam search.
         if asked_beams is not None and not (handed is not None and handed.hand_over):
             beams, params = asked_beams
         for child in range(n):

@@ -116,7 +116,7 @@ def _ticket(params: Params) -> Ticket | None:
 
 
 def _can_be(ticket: Ticket) -> bool:
-    """Return whether the fields of a ticket have sizes that tickets of a server can have."""
+    """Return whether a ticket's fields have sizes that are possible in a ticket of a server."""
     numbers, told = [ticket.num_tokens, ticket.first_token], ticket.logprobs
     if told is not None:
         count = len(told.token_ids)

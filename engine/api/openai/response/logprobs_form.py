@@ -100,7 +100,7 @@ class CompletionForm:
         raw = known.text.encode() if known.raw is None else bytes(known.raw)
         waits = bool(self._decoder.getstate()[0])
         first = self._decoder.decode(raw[:1])
-        # An incomplete character becomes REPLACEMENT unless the token's first byte continues it.
+        # REPLACEMENT stands for the incomplete character before a token that does not continue it.
         apart = len(first) > 1 or bool(self._decoder.getstate()[0])
         begin = self._offset + (waits and apart and first.startswith(REPLACEMENT))
         self._offset += len(first) + len(self._decoder.decode(raw[1:]))

@@ -124,14 +124,14 @@ class ToolCall(msgspec.Struct):
 
 
 class FunctionDelta(msgspec.Struct):
-    """The piece of a called function that a chunk adds; the first chunk has the name."""
+    """The piece of a called function that a chunk adds; a call's first chunk has the name."""
 
     name: str | UnsetType
     arguments: str
 
 
 class ToolCallDelta(msgspec.Struct):
-    """The piece of tool call `index` that a chunk adds; the first chunk has `id` and `type`."""
+    """The piece of tool call `index` that a chunk adds. A first chunk has `id` and `type`."""
 
     index: int
     id: str | UnsetType

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools of a request: the functions that the answer may or must call, and the calls in it.
+"""The tools of a request (functions that an answer may or must call), and the calls in an answer.
 `tool_choice` determines whether the prompt lists the tools, and the form of the answer:
 
     tool_choice   prompt      answer
@@ -70,7 +70,7 @@ class CallReader:
         for piece in pieces:
             self._arguments = [*([] if piece.name else self._arguments), piece.arguments]
         if output.finish_reason == "stop" and self._has_calls and self._ends_with_calls:
-            # After a stop string or stop token, the last call must be complete JSON to count.
+            # A stop string or stop token may cut the last call off, so its JSON is checked.
             if output.stop_reason is None or _is_json("".join(self._arguments)):
                 output.finish_reason = "tool_calls"
 
@@ -233,7 +233,7 @@ def _choice_of(request: ChatRequest, tools: Sequence[ToolDefinition]) -> _Choice
 
 def _refuse_other_forms(front: Front, request: ChatRequest, choice: _Choice) -> None:
     other = structured_outputs_of(front, request)
-    # A structural tag goes together with `auto`: the tag may be a call in the client's own form.
+    # `auto` allows a structural tag, which may describe calls in the client's own form.
     if other is None or (choice.mode == "auto" and other.structural_tag is not None):
         return
     name = next(name for name in _FORMS if getattr(request, name) not in (None, False))

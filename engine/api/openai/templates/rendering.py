@@ -48,7 +48,7 @@ class Rendering:
         return await self._render(await self._given(seen), tools, False, {})
 
     async def _given(self, seen: Sequence[Seen]) -> Sequence[Seen]:
-        """Return the messages, with contents as texts or parts, whichever the template shows."""
+        """Return the messages, with contents in a form that the template shows: text or parts."""
         if await self.template.probe.takes_parts(self._unchanged):
             return [in_parts(message) for message in seen]
         return [in_parts(each) if PICTURE_MARK in str(each.get("content")) else each

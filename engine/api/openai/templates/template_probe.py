@@ -22,8 +22,8 @@ from .sandbox import TemplateRefused
 Seen = dict[str, Any]  # a message in the form for the template
 Render = Callable[[Sequence[Seen]], Awaitable[str]]  # returns a prompt, or raises TemplateRefused
 
-# Stands for a picture in the text of a message. No valid text has these noncharacters; if a client
-# sends the mark, the prompt has more marks than the request has pictures, which is an error.
+# Stands for a picture in the text of a message. No valid text has these noncharacters. A client's
+# text with the mark is an error, because the prompt has more marks than the request has pictures.
 PICTURE_MARK = "\ufdd0picture\ufdd1"
 # A content of at least this many characters does not appear in a prompt by chance.
 _TELLING_CHARACTERS = 12
@@ -310,7 +310,7 @@ async def _find_call_form(
             calls.append({"id": f"{_ID}{each}", "type": "function", "function": of_call})
             results.append({"role": "tool", "tool_call_id": f"{_ID}{each}", "content": _RESULT})
         turns = [question, {"role": "assistant", **content, "tool_calls": calls}]
-        # Without tool results too: some templates refuse messages of the role tool.
+        # Some templates refuse tool results, so the second try has no tool results.
         text = await prompt([*turns, *results]) or await prompt(turns)
         is_whole = all(f"{_NAME}{i}" in text or f"{_KEY}{i}" in text for i in range(number))
         return text if is_whole else ""
@@ -318,12 +318,12 @@ async def _find_call_form(
     found: list[tuple[int, CallForm]] = []
     for name, content in _CONTENTS.items():
         by_object, by_text = await prompt_with(content), await prompt_with(content, as_text=True)
-        # Templates that append arguments to a text, or write an object as Python's repr, need text.
+        # A template that adds arguments to a text, or writes objects as Python's repr, needs texts.
         is_odd = _KEY not in by_object or repr(_arguments(0)) in by_object
         as_text = _KEY in by_text and is_odd
         text = by_text if as_text else by_object
         if text:
-            # Some templates write a missing content as "None", so these words are counted.
+            # A template that writes a missing content as "None" counts as a worse match.
             form = CallForm(True, name, as_text, bool(by_text), shows_results=_RESULT in text)
             found.append((text.count("None"), form))
     beside = await prompt_with({"content": _TEXT}, as_text=bool(found) and found[0][1].as_text)

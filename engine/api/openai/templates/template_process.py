@@ -21,7 +21,7 @@ from .....tiers.processes.python_command import python_command
 from .sandbox import TemplateRefused
 from .template_worker import LENGTH, MEMORY
 
-MAX_IDLE = 4  # idle processes; as many processes may work at once for one template
+MAX_IDLE = 4  # most idle processes, equal to the most renderings of one template at once
 # Limit of a rendering's elapsed time as a multiple of its processor time, for busy machines.
 MAX_WAIT = 10
 # The time limit for starting Python on a busy machine.
@@ -170,7 +170,7 @@ def take() -> TemplateProcess:
 
 
 def give_back(process: TemplateProcess) -> None:
-    """Keep a process as idle; kill the process if it has ended, or if MAX_IDLE are idle."""
+    """Add a process to the idle processes; kill it if it has ended or if MAX_IDLE are idle."""
     with _lock:
         if process.is_alive and len(_idle) < MAX_IDLE:
             _idle.append(process)

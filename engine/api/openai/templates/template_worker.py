@@ -4,8 +4,7 @@ templates for its parent process, which sends questions over the socket FD.
 
 One expression of a template can need gigabytes of memory or hours in C code, which Python cannot
 stop. The operating system can stop C code: beyond the memory limit an allocation fails, and beyond
-the time limit the process ends. The module imports little, because a new process must start fast
-after an end.
+the time limit the process ends. The module imports little, so that a new process starts fast.
 
     question  {"key": …, "source": … or null, "seconds": …, "context": …, "max_characters": …}
     answer    {"text": …}, {"refused": why}, or {"broken": why} for an invalid template
