@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP front: the server's routes. No module in this folder imports the worker."""
+"""The routes of the HTTP server. No module in engine/api imports the worker."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors that clients get, in the form of OpenAI's API, and the mapping of exceptions to them.
+"""The errors that clients get, in the form of OpenAI's API, and the conversion of exceptions.
 
 Any code that a route calls may raise `ApiError`. `to_api_error` converts every other exception to
 an `ApiError`, so no client gets a traceback."""
@@ -27,8 +27,8 @@ _BY_STATUS: dict[int, tuple[str, str]] = {
 
 
 class ApiError(Exception):
-    """An error reply: HTTP status and the fields of OpenAI's error object. After `retry_seconds`
-    the same request may succeed."""
+    """An error answer: the HTTP status and the fields of OpenAI's error object. `retry_seconds`:
+    the time after which the same request may succeed."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ErrorBody(msgspec.Struct):
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """Return the error reply for any exception. An unexpected exception is also logged."""
+    """Return the error answer for any exception. An unexpected exception is also logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDead):
@@ -96,7 +96,7 @@ def encode_error(error: ApiError) -> bytes:
 
 
 def error_response(error: ApiError) -> Response:
-    """Return the response. 408 and 413 close the connection, as the body is not read to its end."""
+    """Return the HTTP response. An error 408 or 413 closes the connection, as bytes are unread."""
     headers = {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the HTTP front: switches, and limits on requests."""
+"""`ApiSettings`: the settings of the HTTP server's routes, such as limits of requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from ...tiers.settings.values import MIB, ConfigError
 from ..request.sampling_params import MAX_N
 
-# To load and to unload adapters; only with `lora_dir`.
+# The routes that load and unload LoRA adapters, which exist only with `lora_dir`.
 LORA_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
@@ -20,7 +20,7 @@ class CrossOrigin:
     origins: tuple[str, ...]
     methods: tuple[str, ...] = ("*",)
     headers: tuple[str, ...] = ("*",)
-    credentials: bool = False  # cookies and other credentials that a browser keeps for the server
+    credentials: bool = False  # True: pages may send cookies and other credentials of a browser
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,40 +29,40 @@ class ApiSettings:
 
     api_key: str | None = field(default=None, repr=False)  # None: requests need no key
     metrics_without_key: bool = False
-    tenant_header: str | None = None  # the header that names the tenant; None: there is one tenant
-    cross_origin: CrossOrigin | None = None  # None: no page of another origin may use the server
+    tenant_header: str | None = None  # the header that names the tenant; None: all are one tenant
+    cross_origin: CrossOrigin | None = None  # None: no web page of another origin is allowed
     media_domains: tuple[str, ...] = ()  # hosts from which pictures are fetched
-    allowed_hosts: frozenset[str] | None = None  # values of Host in requests; None: any
+    allowed_hosts: frozenset[str] | None = None  # allowed values of the header Host; None: any
     max_body_bytes: int = 16 * MIB
     max_prompts_per_request: int = 128
     max_messages_per_request: int = 4096
-    # From the whole body being read to the last token. A request that takes longer is aborted.
+    # The time from the end of a request's body after which the request is aborted.
     request_timeout_seconds: float = 3600.0
-    # The time for a client to send its body.
+    # The time limit for a client to send a request's body.
     body_timeout_seconds: float = 60.0
-    # The time to send each later part of a prompt that comes in parts.
+    # The time limit for each part of a prompt in parts, except the first part.
     part_timeout_seconds: float = 60.0
-    # One rendering of the chat template: time, and characters of its result.
+    # Limits of one rendering of the chat template: processor time, and characters of the result.
     template_timeout_seconds: float = 2.0
     max_rendered_characters: int = 4 * MIB
-    # Texts of one request that are cut into tokens, which takes about 200 bytes a character.
+    # Limit of a request's texts, because the tokenizer takes about 200 bytes for each character.
     max_text_characters: int = 2 * MIB
-    # The time a scrape waits for the core's figures before it shows the last known ones.
+    # The time limit of a scrape for new metrics of the engine core; a late core's last values stay.
     stats_timeout_seconds: float = 1.0
     enable_dev_routes: bool = False
-    # Clients may load adapters from below this folder; None: they may load none.
+    # The folder that has the LoRA adapters which clients may load; None: clients may load none.
     lora_dir: Path | None = None
-    # Answers of one request: for one prompt, and for all its prompts together.
+    # Limits of answers in one request: for one prompt, and for all prompts of the request together.
     max_n: int = MAX_N
     max_choices_per_request: int = 256
-    # Log-probabilities of prompts in one answer: positions, each with its likeliest tokens.
+    # Limit of prompt log-probabilities in one answer, summed over positions and likely tokens.
     max_prompt_logprobs_per_request: int = 1_000_000
-    # The same limit for new tokens, as if every answer reached its `max_tokens`.
+    # Limit of log-probabilities of new tokens, counted as if every answer had `max_tokens` tokens.
     max_logprobs_per_request: int = 1_000_000
     max_template_kwargs_bytes: int = 64 * 1024
     max_tools_per_request: int = 128
     max_pictures_per_request: int = 16
-    max_tools_bytes: int = 256 * 1024  # of all tools of a request, as JSON
+    max_tools_bytes: int = 256 * 1024  # limit of the JSON of all tools of a request
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not self.api_key.strip():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP application: its routes, their checks and their error answers.
+"""The HTTP application: the routes, and the checks and error answers of routes.
 
 `http_server.py` runs the application. Handlers are plain ASGI applications below FastAPI, because
 FastAPI's validation and response classes cost more time per request than decoding a prompt does."""
@@ -60,7 +60,7 @@ Handler = Callable[[Front, Request], Awaitable[ASGIApp]]
 
 METRICS_PATH = "/metrics"
 DEV_ROUTES = ("/reset_prefix_cache", "/pause", "/resume", "/is_paused")
-# Routes that clients ask for but this server lacks, of OpenAI's API and of other APIs.
+# Routes of OpenAI's API and other APIs that this server lacks, each with the text of the error.
 NOT_BUILT: Mapping[str, str] = {
     **{
         f"/v1/{name}": f"OpenAI's API of {what} is not built here"
@@ -82,10 +82,10 @@ NOT_BUILT: Mapping[str, str] = {
 }  # fmt: skip
 RESETS = ("pool", "all")
 PAUSES = ("new", "all")
-NODE_OBJECT = "stratakv.node"  # the object type of the answer at NODE_PATH
+NODE_OBJECT = "stratakv.node"  # the `object` field of the answer at NODE_PATH
 NONE = "none"
 NO_DEFAULTS: Mapping[str, float | int] = MappingProxyType({})
-CLIENT_CLOSED_REQUEST = 499  # never sent; marks requests in logs whose client has left
+CLIENT_CLOSED_REQUEST = 499  # the status, only in logs, of a request whose client has disconnected
 
 
 def create_app(
@@ -103,17 +103,16 @@ def create_app(
     tool_call_parser: str = "",
     chat_template: ChatTemplate | None = None,
 ) -> FastAPI:
-    """Return the application for one engine. The caller still owns the client, and must close it.
+    """Return the application for one engine. The caller must close `client` after use.
 
-    `app.state.in_flight` counts the requests being answered, and can end them. `app.state.pictures`
-    has a pool that the caller closes, unless it is None. `model_aliases` are paths that clients may
-    name in place of `model_name`. `default_sampling`, the result of `load_default_sampling`, is
-    used for fields that a client leaves out. `marks` delimit the model's thoughts; if given, chats
-    return thoughts separately from the text. `check_params` raises ValueError for parameters that a
-    logits processor refuses. `pooling` is the kind of pooling for embeddings. `tool_call_parser`
-    names the parser of tool calls; if empty, the chat template determines the parser.
-    `chat_template` replaces the model's own. Raises ConfigError for an unusable chat template or
-    parser."""
+    `app.state.in_flight` counts the requests that are being answered, and can end the answers.
+    `app.state.pictures`, unless None, has a pool that the caller must close. `model_aliases` are
+    paths that clients may send as `model`, besides `model_name`. `default_sampling` has values for
+    fields that a client leaves out. `marks` delimit the model's thoughts; if given, chats return
+    thoughts separately from the text. `check_params` raises ValueError for parameters that a logits
+    processor refuses. `pooling` is the kind of pooling for embeddings. `tool_call_parser` names the
+    parser of tool calls; if empty, the chat template determines the parser. `chat_template`
+    replaces the model's own. Raises ConfigError for an unusable chat template or parser."""
     settings = settings or ApiSettings()
     if chat_template is None and tokenizer is not None:
         chat_template = ChatTemplate.load(model_path, tokenizer)
@@ -173,7 +172,7 @@ def create_app(
             _route(LORA_ROUTES[0], ["POST"], front, load_adapter),
             _route(LORA_ROUTES[1], ["POST"], front, unload_adapter),
         ]
-    # Generated documentation is off: handlers check their input themselves, so it would be empty.
+    # FastAPI's generated documentation is off, because it would show no fields of these handlers.
     socket = WebSocketRoute(PARTS_PATH, PartsSocket(front))
     app = FastAPI(title="StrataKV", version=__version__, openapi_url=None, routes=[*routes, socket])
     app.router.redirect_slashes = False
@@ -184,7 +183,8 @@ def create_app(
         open_paths += [METRICS_PATH] if settings.metrics_without_key else []
         app.add_middleware(ApiKeyMiddleware, api_key=settings.api_key, open_paths=open_paths)
     if settings.cross_origin is not None:
-        # Before the key check: a browser's first request has no key, and pages must see a 401.
+        # CORS is handled before the API key is checked, because a browser's preflight request has
+        # no key, and a web page must be able to read an answer 401.
         _allow_cross_origin(app, settings.cross_origin)
     if settings.allowed_hosts is not None:
         app.add_middleware(HostMiddleware, allowed=settings.allowed_hosts)
@@ -202,7 +202,7 @@ def _allow_cross_origin(app: FastAPI, allowed: CrossOrigin) -> None:
 
 
 class _Endpoint:
-    """An ASGI handler. Requests of a `counted` handler are in flight until they are answered."""
+    """An ASGI handler of a route. A request of a `counted` handler is in flight until answered."""
 
     def __init__(self, front: Front, handler: Handler, counted: bool) -> None:
         self._front = front
@@ -220,7 +220,7 @@ class _Endpoint:
         except ClientGone:
             logger.debug("a client left before its answer was ready")
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        except Exception as error:  # noqa: BLE001 - the border: every fault becomes an answer
+        except Exception as error:  # noqa: BLE001 - every error becomes an HTTP answer
             return error_response(to_api_error(error))
 
 
@@ -233,7 +233,7 @@ def _route(
 async def _answer_http_exception(
     routes: Sequence[Route], request: Request, error: Exception
 ) -> Response:
-    """Answer an error of Starlette's router: the route does not exist, or not for this method."""
+    """Answer an error of Starlette's router: the route, or the method of the route, is unknown."""
     answer = to_api_error(error)
     path, headers = request.url.path[:MAX_QUOTED_CHARACTERS], getattr(error, "headers", None) or {}
     if answer.status == 404:
@@ -248,13 +248,13 @@ async def _answer_http_exception(
 
 
 def _cure(path: str, known: Sequence[str]) -> str:
-    """Return advice about a route that does not exist, as the end of a sentence."""
+    """Return advice about a route that does not exist, as the end of an error message."""
     if path in DEV_ROUTES:
         return "; start the server with --enable-dev-routes"
     if path in LORA_ROUTES:
         return "; start the server with --lora-dir FOLDER"
     bare = path.rstrip("/")
-    # A route below one of NOT_BUILT is not built either.
+    # A route below a route in NOT_BUILT is not built either.
     other = next((name for name in NOT_BUILT if f"{bare}/".startswith(f"{name}/")), None)
     if other is not None:
         return f": {NOT_BUILT[other]}; chats are at /v1/chat/completions"
@@ -262,7 +262,7 @@ def _cure(path: str, known: Sequence[str]) -> str:
         return "; it is the base of /v1/chat/completions, /v1/completions and /v1/models"
     if bare in known:
         return f"; did you mean {bare}?"
-    # Suggest no route below another route: the upper route is at least as near.
+    # Routes below another route are not suggested, because the upper route is at least as similar.
     bases = [each for each in known if not any(each.startswith(f"{base}/") for base in known)]
     return did_you_mean(path, bases) or "; the API lies under /v1"
 
@@ -306,8 +306,8 @@ async def _health(front: Front, request: Request) -> ASGIApp:
 
 
 async def _node(front: Front, request: Request) -> ASGIApp:
-    """Answer with the values by which a router compares nodes. The route asks for no key, so the
-    values contain no secret and no address."""
+    """Answer with the values by which a router compares nodes. No API key is needed, so the values
+    contain no secret and no address."""
     told = {
         "object": NODE_OBJECT,
         "model": front.model_name,
@@ -321,8 +321,8 @@ async def _node(front: Front, request: Request) -> ASGIApp:
 
 
 def _generation_digest(front: Front) -> str:
-    """Return a digest of the sampling defaults and EOS tokens. Nodes with equal digests give the
-    same answers to requests that leave these settings out."""
+    """Return a digest of the sampling defaults and EOS tokens. Nodes with equal digests have the
+    same defaults for requests that leave these settings out."""
     defaults = [sorted(front.default_sampling.items()), front.client.ready.eos_token_ids]
     return hashlib.sha256(msgspec.json.encode(defaults)).hexdigest()
 
@@ -336,7 +336,7 @@ async def _version(front: Front, request: Request) -> ASGIApp:
 
 
 async def _server_info(front: Front, request: Request) -> ASGIApp:
-    """Answer in the form that SGLang's router expects when it asks a node for its model."""
+    """Answer with the model's name, in the form that SGLang's router reads."""
     card = _card(front, 0)
     return _json(
         {
@@ -374,7 +374,8 @@ async def _call(name: str, front: Front, request: Request) -> ASGIApp:
 
 
 def _only_parameter(request: Request, param: str, choices: Sequence[str]) -> str:
-    """Return a route's only query parameter; by default the first choice. Raises ApiError."""
+    """Return the value of a route's only query parameter, by default `choices[0]`. Raises ApiError
+    for another value or parameter."""
     unknown = sorted(set(request.query_params) - {param})
     if unknown:
         name = unknown[0][:MAX_QUOTED_CHARACTERS]

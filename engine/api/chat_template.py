@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chat template of a model: it turns a conversation into one prompt text.
+"""`ChatTemplate`: the chat template of a model, which converts a conversation to one prompt text.
 
-Templates come from model repositories, so they are treated as untrusted code. Jinja's sandbox,
+Templates come from model repositories, so templates are treated as untrusted code. Jinja's sandbox,
 without access to Python's internals, compiles and renders templates in a separate process with
-limits on time and memory. The length of source and output, and the number of renderings at once,
-are limited too."""
+limits on time and memory. The length of a template's source and output, and the number of
+renderings at once, are limited too."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MAX_TEMPLATE_CHARACTERS = 1 * MIB
 MAX_CONFIG_BYTES = 64 * MIB
 MAX_CONCURRENT_RENDERINGS = 4
 MAX_NAMED_TEMPLATES = 64
-COMPILE_SECONDS = 10.0  # processor time
+COMPILE_SECONDS = 10.0  # limit of the processor time for compiling a template
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
 SPECIAL_TOKENS = (
     "bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token",
 )  # fmt: skip
-# The names of templates in transformers; the server uses no others.
+# The two names of templates, from transformers, that the server uses.
 DEFAULT, TOOL_USE = "default", "tool_use"
-# Variables that the server sets, and a client may not.
+# Variables of templates that the server sets, and that a client may not set.
 RESERVED_VARIABLES = frozenset(
     {"messages", "add_generation_prompt", "tools", "documents", *SPECIAL_TOKENS}
 )
@@ -83,7 +83,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         sources = [source] if tool_use is None else [source, tool_use]
         whole = json.dumps([*sources, self._special_tokens], sort_keys=True)
-        self.digest = hashlib.sha256(whole.encode()).hexdigest()  # equal digest: equal prompts
+        self.digest = hashlib.sha256(whole.encode()).hexdigest()  # equal digests: equal prompts
         self._running = asyncio.Semaphore(MAX_CONCURRENT_RENDERINGS)
         self._tool_use = None
         if tool_use is not None:
@@ -91,9 +91,9 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, model_path: Path, tokenizer: SpecialTokens) -> ChatTemplate | None:
-        """Return the template of a Hugging Face directory: from `chat_template.jinja`, else from
-        `tokenizer_config.json`; None if neither has one. The template named `tool_use` is in
-        `additional_chat_templates/`, or in the list of the configuration."""
+        """Return the template in a Hugging Face directory: from `chat_template.jinja`, else from
+        `tokenizer_config.json`; None if neither file has a template. The template named `tool_use`
+        is in `additional_chat_templates/`, or in a list in `tokenizer_config.json`."""
         sources, origin = _sources_in(model_path, tokenizer)
         if DEFAULT not in sources:
             return None
@@ -101,7 +101,7 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, path: Path, tokenizer: SpecialTokens) -> ChatTemplate:
-        """Return the template in a file, which replaces the model's own. Raises ConfigError."""
+        """Return the template in a file, for use instead of the model's own. Raises ConfigError."""
         return cls.from_source(read_template(path), tokenizer, str(path))
 
     @classmethod
@@ -113,7 +113,7 @@ class ChatTemplate:
 
     @property
     def tools_source(self) -> str:
-        """The source of the template that shows how the model calls tools."""
+        """The source of the template for conversations with tools; it shows the form of calls."""
         return self.source if self._tool_use is None else self._tool_use.source
 
     async def render(
@@ -126,10 +126,10 @@ class ChatTemplate:
         variables: Mapping[str, object] = _NO_VARIABLES,
         tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
-        """Return the rendered prompt text. `variables` are plain JSON values for the template, none
-        of them in RESERVED_VARIABLES; `tools` are in the form of OpenAI's API. Raises
-        TemplateRefused if the template refuses (with its message, if any), or if rendering takes
-        too long or its output is too long."""
+        """Return the rendered prompt text. `variables` are plain JSON values for the template,
+        without names in RESERVED_VARIABLES; `tools` are in the form of OpenAI's API. Raises
+        TemplateRefused if the template refuses the conversation (with the template's message, if
+        any), if rendering takes too long, or if the output is too long."""
         context = {
             **variables,
             **self._special_tokens,
@@ -162,8 +162,8 @@ def _texts_of(tokenizer: SpecialTokens) -> dict[str, str]:
 
 
 def _sources_in(model_path: Path, tokenizer: SpecialTokens) -> tuple[dict[str, str], str]:
-    """Return the templates of a directory by name, and the path of the default template. Files take
-    precedence over the configuration, as in transformers."""
+    """Return the templates of a directory by name, and the path of the default template. As in
+    transformers, template files take precedence over `tokenizer_config.json`."""
     path, folder = model_path / TEMPLATE_FILE, model_path / TEMPLATE_FOLDER
     config = model_path / "tokenizer_config.json"
     sources: dict[str, str] = {}
@@ -195,7 +195,7 @@ def _read_text(path: Path, max_bytes: int) -> str:
 
 
 def _named(path: Path) -> dict[str, str]:
-    """Return the named templates in a configuration file, which has a list or a map of them."""
+    """Return the named templates in a configuration file, which has a list or map of templates."""
     if not path.is_file():
         return {}
     try:

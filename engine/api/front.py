@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Front`, the state of all routes, which also converts prompts to checked token ids."""
+"""`Front`: the state that all routes share, and the conversion of prompts to checked token ids."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from .picture_reader import PictureReader
 from .served_adapters import ServedAdapters
 from .token_texts import TokenTexts
 
-# Longer texts are tokenized in a thread. The hop costs some 50 us, like such a text.
+# A text of more characters is tokenized in a thread. The switch to a thread costs some 50 us.
 MAX_INLINE_CHARACTERS = 2048
-# Longer texts take so much memory and time that only MAX_LONG_TEXTS are tokenized at once.
+# Characters of a text above which at most MAX_LONG_TEXTS texts are tokenized at once.
 MAX_SHARED_CHARACTERS = 256 * 1024
 MAX_LONG_TEXTS = 2
 
@@ -42,17 +42,17 @@ T = TypeVar("T")
 class Front:
     client: EngineClient
     model_name: str
-    tokenizer: Tokenizer | None  # None: token ids in, token ids out
+    tokenizer: Tokenizer | None  # None: requests and answers have token ids instead of text
     template: ChatTemplate | None
     settings: ApiSettings
     metrics: Metrics
-    # The sampling values of the model's authors, used for fields that a client leaves out.
+    # The values of generation_config.json for sampling fields that a client leaves out.
     default_sampling: Mapping[str, float | int]
     texts: TokenTexts
     model_aliases: tuple[str, ...] = ()  # paths that clients may use as the model's name
-    marks: ReasoningMarks | None = None  # around the model's thoughts; None: unknown
+    marks: ReasoningMarks | None = None  # the marks around the model's thoughts; None: unknown
     tool_format: ToolFormat | None = None  # the form of tool calls; None: unknown
-    # Raises ValueError for parameters that a logits processor refuses.
+    # A function that raises ValueError for parameters that a logits processor refuses.
     check_params: Callable[[SamplingParams], None] = lambda params: None
     pooling: str = "last"  # the pooling of embeddings
     dimensions: Dimensions = field(default_factory=Dimensions)
@@ -61,7 +61,7 @@ class Front:
         init=False, default_factory=lambda: asyncio.Semaphore(MAX_LONG_TEXTS)
     )
 
-    pictures: PictureReader | None = None  # None: the model reads text alone
+    pictures: PictureReader | None = None  # None: the model reads only text
     adapters: ServedAdapters = field(init=False)
     dropped: DroppedFields = field(init=False)
     _background: set[asyncio.Task[None]] = field(init=False, default_factory=set)
@@ -86,13 +86,13 @@ class Front:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The maximum number of tokens of a prompt: the context less one token for the answer."""
+        """The maximum number of tokens of a prompt: the context minus one token for the answer."""
         return self.max_model_len - 1
 
     def check_model(self, name: str | None) -> str:
-        """Return the name of the model or adapter that a request's `model` names: None, "" and
-        other spellings of a served path (`./x/` for `x`) are the model. Raises ApiError 404 for a
-        name that is not served."""
+        """Return the name of the model or LoRA adapter for a request's `model`. None, "" and other
+        spellings of the model's path (`./x/` for `x`) mean the model. Raises ApiError 404 for an
+        unknown name."""
         if not name or name == self.model_name:
             return self.model_name
         if name in self.adapters:
@@ -103,7 +103,7 @@ class Front:
         return self.model_name
 
     def need_tokenizer(self, param: str, cure: str) -> Tokenizer:
-        """Return the tokenizer. Raises ApiError, with the remedy `cure`, if the server has none."""
+        """Return the tokenizer. Raises ApiError, with the remedy `cure`, without a tokenizer."""
         if self.tokenizer is None:
             message = f"this server has no tokenizer; {cure}"
             raise ApiError(message, param=param, code="no_tokenizer")
@@ -118,9 +118,9 @@ class Front:
         max_tokens: int | None = None,
         param: str = "prompt",
     ) -> list[bytes]:
-        """Return the prompts as int32 bytes. `truncate_to` keeps only that many last tokens of a
-        prompt; -1 keeps as many as fit beside an answer of `max_tokens`. Raises ApiError for an
-        invalid prompt."""
+        """Return the prompts as int32 bytes. `truncate_to`: the number of last tokens to keep of a
+        prompt; -1 keeps as many as fit into the context with an answer of `max_tokens`. Raises
+        ApiError for an invalid prompt."""
         keep_last = self._num_kept_tokens(truncate_to, max_tokens)
         prompts = as_list(prompt, param)
         most = self.settings.max_prompts_per_request
@@ -152,7 +152,7 @@ class Front:
         ]
 
     def _num_kept_tokens(self, asked: int | None, max_tokens: int | None) -> int | None:
-        """Return how many last tokens of a prompt `truncate_prompt_tokens` keeps; None for all."""
+        """Return the number of last tokens that `truncate_prompt_tokens` keeps; None for all."""
         most = self.max_prompt_tokens
         if asked is None:
             return None
@@ -174,7 +174,7 @@ class Front:
         max_tokens: int | None,
         param: str = "prompt",
     ) -> list[list[int]]:
-        """Return the token ids of texts; long texts are tokenized in a thread."""
+        """Return the token ids of each text. Long texts are tokenized in a thread."""
         tokenizer = self.need_tokenizer(param, "send the prompt as a list of token ids")
         size, most = sum(map(len, texts)), self.settings.max_text_characters
         if size > most:
@@ -202,8 +202,8 @@ class Front:
         return ApiError(f"{error} ({context})", param=param, code="context_length_exceeded")
 
     async def off_loop(self, work: Callable[[], T], size: int) -> T:
-        """Return the result of `work` on `size` characters or tokens. Short work runs on the event
-        loop, longer work in a thread. Raises TimeoutError if no thread becomes free in time."""
+        """Return the result of `work()`, which is for `size` characters or tokens. Short work runs
+        on the event loop, longer work in a thread. Raises TimeoutError if no thread gets free."""
         if size <= MAX_INLINE_CHARACTERS:
             return work()
         if size <= MAX_SHARED_CHARACTERS:
@@ -214,8 +214,8 @@ class Front:
     def _check_ids(
         self, ids: Sequence[int], param: str, keep_last: int | None = None, *, is_text: bool = False
     ) -> bytes:
-        """Return a prompt's token ids as little-endian int32 bytes; each must be in the vocabulary.
-        `is_text` is True if the tokenizer made the ids from the client's text."""
+        """Return a prompt's token ids as little-endian int32 bytes. Raises ApiError for an id
+        outside of the vocabulary. `is_text`: the tokenizer made the ids from the client's text."""
         if not ids:
             message = f"`{param}` is empty; send at least one token"
             raise ApiError(message, param=param, code="empty_prompt")
@@ -233,14 +233,14 @@ class Front:
     def check_vocabulary(
         self, ids: Sequence[int], param: str, *, is_text: bool = False
     ) -> NDArray[np.int64]:
-        """Return the ids as an array. Raises ApiError, with the position, for an invalid id."""
+        """Return token ids as an array. Raises ApiError with the position of an invalid id."""
         vocab_size = self.client.ready.vocab_size
         try:
             array = np.array(ids, np.int64)
         except OverflowError:
             message = f"`{param}` holds an id of more than 64 bits; ids end at {vocab_size - 1}"
             raise ApiError(message, param=param, code="token_id_out_of_range") from None
-        # Negative ids are large as unsigned numbers, so one comparison checks both ends.
+        # A negative id is a large unsigned number, so one comparison checks both bounds.
         wrong = array.view(np.uint64) >= vocab_size
         if wrong.any():
             place = int(wrong.argmax())
@@ -253,7 +253,7 @@ class Front:
 
 
 def as_list(prompt: Prompt, param: str = "prompt") -> Sequence[str | list[int]]:
-    """Return the prompts of a request: a list of ids is one prompt; any other list has several."""
+    """Return the prompts of a request: a list of ids is one prompt, any other list is several."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = set(map(type, prompt))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`InFlight`: counts the requests that the front has received and not yet answered."""
+"""`InFlight`: counts the requests that the server has received and not yet answered."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import TracebackType
 
 
 class InFlight:
-    """The count of generating requests in flight, for load balancers, and the signal that ends them
-    when the server ends. Use `with in_flight:` around a request, in one event loop only."""
+    """The count of generating requests in flight, for load balancers, and the signal that ends all
+    of these requests. Use `with in_flight:` around a request, in one event loop only."""
 
     __slots__ = ("_ended", "count")
 
@@ -19,13 +19,13 @@ class InFlight:
 
     @property
     def ended(self) -> asyncio.Future[None]:
-        """A future that is done once all open answers must end."""
+        """A future that is done once `abort_all` has been called, so that all open answers end."""
         if self._ended is None:
             self._ended = asyncio.get_running_loop().create_future()
         return self._ended
 
     def abort_all(self) -> None:
-        """End all open answers at once, with an error that gives the reason. Idempotent."""
+        """End all open answers at once, each with an error that says why. Idempotent."""
         if not self.ended.done():
             self.ended.set_result(None)
 

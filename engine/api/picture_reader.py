@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PictureReader: reads the pictures of a conversation for one model.
+"""`PictureReader`: reads the pictures of a conversation for one model.
 
-URL ─► bytes of a file ─► decoded under limits ─► items of pixels, as the model reads them"""
+URL ─► bytes of a file ─► decoded within limits ─► items of pixels, the input of the model"""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from .openai.request.protocol import ChatMessage
 
 @dataclass(frozen=True, slots=True)
 class PictureReader:
-    """The way of pictures into one model. `token_id` is the token of its placeholder."""
+    """Reads pictures for one model. `token_id`: the token of the model's picture placeholder."""
 
     processor: PictureProcessor
     token_id: int
     sources: PictureSources
     pool: PicturePool
-    most: int  # of a request
+    most: int  # limit of the pictures in one request
 
     @classmethod
     def load(cls, path: Path, settings: ApiSettings) -> PictureReader | None:
-        """Make the reader of the model under `path`; None for a model that reads text alone. Raises
-        ConfigError for settings of the model that are not supported."""
+        """Return the reader for the model at `path`; None for a model that reads only text. Raises
+        ConfigError for unsupported settings of the model."""
         spec = load_model_spec(path).vision
         if spec is None:
             return None
@@ -48,8 +48,8 @@ class PictureReader:
         )
 
     async def read_pictures(self, messages: Sequence[ChatMessage]) -> list[ProcessedPicture]:
-        """Read all pictures of a conversation, in order. Raises ApiError, which names the part of
-        the message."""
+        """Return all pictures of a conversation, in order. Raises ApiError, which names the part of
+        the message with an invalid picture."""
         found = picture_urls(messages)
         if len(found) > self.most:
             message = (
@@ -62,7 +62,7 @@ class PictureReader:
     async def _read_picture(self, place: str, url: str) -> ProcessedPicture:
         try:
             data = await self.sources.read_picture(url)
-            # One task: a decoded picture takes much memory, and only running tasks have one.
+            # One task decodes and processes, so only running tasks hold a large decoded picture.
             return await self.pool.run_task(
                 lambda deadline: self.processor.process_picture(
                     decode_picture(data, deadline=deadline)

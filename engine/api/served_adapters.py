@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ServedAdapters: the adapters that clients can name as their model.
+"""`ServedAdapters`: the LoRA adapters that clients can name as their model.
 
-The front keeps the list, because it checks each request before the core sees it. The core has the
-last word: a request for an adapter that was unloaded meanwhile ends with an error.
-"""
+The server keeps the list, because it checks each request before the engine core gets the request.
+The core checks again: a request for an adapter that was unloaded since then ends with an error."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ import msgspec
 from ..client.base import EngineClient
 from ..request.core_messages import LoadAdapter, LoadedAdapter, UnloadAdapter
 
-# Reading a large adapter from a slow disk.
+# Time limit for loading an adapter, long enough for a large adapter on a slow disk.
 LOAD_SECONDS = 300.0
 
 
 class ServedAdapters:
-    """The adapters of one engine, by name. Called on the front's event loop."""
+    """The LoRA adapters of one engine, by name. Use a `ServedAdapters` in one event loop only."""
 
     def __init__(self, loaded: Iterable[LoadedAdapter]) -> None:
         self._by_name = {each.name: each for each in loaded}
@@ -36,10 +35,10 @@ class ServedAdapters:
     async def load_adapter(
         self, client: EngineClient, name: str, path: Path, *, replaces: bool
     ) -> LoadedAdapter:
-        """Load the adapter in a folder. Raises ValueError if the core refuses it, and
-        TimeoutError."""
+        """Load the adapter in the folder `path`. Raises TimeoutError, and ValueError if the engine
+        core refuses the adapter."""
         message = LoadAdapter(name, str(path), replaces)
-        # Shielded: if the client leaves, the list must still follow the core.
+        # Shielded, so that the list still gets the adapter if the client disconnects.
         return await asyncio.shield(self._load(client, message))
 
     async def _load(self, client: EngineClient, message: LoadAdapter) -> LoadedAdapter:
@@ -50,7 +49,7 @@ class ServedAdapters:
         return adapter
 
     async def unload_adapter(self, client: EngineClient, name: str) -> None:
-        """Forget an adapter; requests that run keep it. Raises ValueError for an unknown one."""
+        """Remove an adapter, which running requests keep. Raises ValueError for an unknown name."""
         text = msgspec.json.encode(UnloadAdapter(name)).decode()
         try:
             await client.call("unload_adapter", text)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text and the bytes of single tokens, each looked up once.
+"""`TokenTexts`: the text and the bytes of single tokens, cached by token id.
 
-A token's text is the text that it adds to the tokens before it, including a space before a word:
+A token's text is the text that the token adds to a text before it, with the space before a word:
 
     vocabulary     text        bytes
     Ġworld         " world"    20 77 6f 72 6c 64
@@ -18,14 +18,14 @@ from typing import NamedTuple
 from ..text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
-# A token at the start of a text may lose its space, so each is decoded after this text.
+# The text before a token that is decoded: at the start of a text a token may lose its space.
 _ANCHOR = "a"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenText(NamedTuple):
-    """The text and bytes of a token. `raw` is None if the token's bytes are unknown. A token that
-    `is_special` is left out of texts without special tokens."""
+    """The text and bytes of a token. `raw` is None if the token's bytes are unknown. `is_special`:
+    texts without special tokens leave the token out."""
 
     text: str
     raw: list[int] | None
@@ -33,7 +33,7 @@ class TokenText(NamedTuple):
 
 
 class TokenTexts:
-    """Caches the token texts of one tokenizer; the size of the vocabulary limits their number."""
+    """Caches the texts of one tokenizer's tokens, at most one for each id of the vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -44,14 +44,14 @@ class TokenTexts:
         self._before = "" if tokenizer is None else self._decode_token_ids(tokenizer, self._anchor)
 
     def get_token_text(self, token_id: int, *, as_id: bool = False) -> TokenText:
-        """Return a token's text and bytes. With `as_id`, the text is its id: `token_id:5`."""
+        """Return a token's text and bytes. With `as_id`, the text is the id, as `token_id:5`."""
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._look_up(token_id)
         return known._replace(text=f"token_id:{token_id}") if as_id else known
 
     def spelling(self, token_id: int) -> str:
-        """Return the token's spelling in the vocabulary; empty for ids that are not in it."""
+        """Return the token's spelling in the vocabulary; "" for an id outside of the vocabulary."""
         return "" if self._tokenizer is None else _spelling(self._tokenizer, token_id)
 
     def _look_up(self, token_id: int) -> TokenText:
@@ -77,7 +77,7 @@ def _spelling(tokenizer: Tokenizer, token_id: int) -> str:
 
 def _bytes_of(text: str, spelling: str) -> list[int] | None:
     """Return the bytes of a token's text. If the text has replacement characters, the bytes come
-    from the vocabulary's spelling; None if they do not decode to that text."""
+    from the vocabulary's spelling; None if the spelling's bytes do not decode to the text."""
     if REPLACEMENT not in text:
         return list(text.encode())
     byte = _BYTE_TOKEN.fullmatch(spelling)
@@ -92,7 +92,7 @@ def _bytes_of(text: str, spelling: str) -> list[int] | None:
 
 def _byte_alphabet() -> dict[str, int]:
     """Return the letters that stand for bytes in byte-level vocabularies. A printable byte has its
-    own letter; the other bytes have letters counted up from U+0100."""
+    own letter; each other byte has a letter from U+0100 upwards."""
     letters: dict[str, int] = {}
     hidden = 0
     for byte in range(256):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `stratakv` command. Each subcommand imports its modules when it runs."""
+"""The `stratakv` command. The modules of a subcommand are imported when the subcommand runs."""

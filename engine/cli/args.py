@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags that several commands have, and a parser that reports an error in one sentence.
+"""`Parser`, an argparse parser that reports an error in one sentence, and flags of many commands.
 
 A parser with the engine's flags also reads environment variables and a config file (`config/`), so
-its result has the effective values."""
+that its result has the effective values."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from ..config.unsupported_options import explain_not_built
 from ..config.vllm_aliases import ALIASES
 from ..logs import LOG_LEVELS
 
-# Names of aliases in the namespace, apart from a command's own flags.
+# The prefix of vLLM's names of options in an argparse namespace; a command's own flags lack it.
 _ALIAS = "alias:"
 _SETTINGS = "settings"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises ConfigError instead of printing the usage and exiting."""
+    """An argparse parser that raises ConfigError instead of printing the usage and exiting."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{text}; see {self.prog} --help")
 
     def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse the arguments. Raises ConfigError for an unknown flag, with the most similar one.
+        """Parse the arguments. For an unknown flag, raise ConfigError with the most similar flag.
 
         If the parser has the engine's flags, the namespace's `settings` and options have the values
         from all layers (flags, environment, file)."""
@@ -84,7 +84,7 @@ def _explain_unknown(prog: str, unknown: str, namespace: argparse.Namespace) -> 
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL, --config and all engine options; make the parser read environment and file too."""
+    """Add MODEL, --config and all engine options; the parser then reads environment and file."""
     parser.set_defaults(**{_SETTINGS: None})
     parser.add_argument(
         MODEL,
@@ -107,7 +107,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(group: argparse._ActionsContainer, options: Mapping[str, Option]) -> None:
-    """Add options as flags, with their defaults as help. The namespace has only given options."""
+    """Add options as flags whose help has the default. The namespace has only given options."""
     for name, option in options.items():
         text = f"{option.help} (default: {option.default_text})"
         settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text}
@@ -128,7 +128,7 @@ def _form(metavar: str) -> dict[str, Any]:
 
 
 def _add_layers(namespace: argparse.Namespace) -> None:
-    """Put `settings` and the option values of all layers into the namespace."""
+    """Add `settings` and the option values of all layers to the namespace."""
     given = vars(namespace)
     flags = {name: given[name] for name in SCHEMA if given.get(name) is not None}
     flags |= {
@@ -161,7 +161,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 @contextmanager
 def naming_origins(args: argparse.Namespace) -> Iterator[None]:
-    """Add to a ConfigError of the block the origins of the options that the error names."""
+    """Add, to a ConfigError that the block raises, the origins of the options in its text."""
     try:
         yield
     except ConfigError as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv bench NAME`: runs one of the project's benchmarks, by the name of its module.
+"""`stratakv bench NAME`: runs the benchmark NAME of this project.
 
-Every benchmark takes --quick and --out DIR and writes DIR/NAME.json."""
+Every benchmark has the flags --quick and --out DIR, and writes DIR/NAME.json."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .args import Parser
 
 DESCRIPTION = "Run a benchmark; it prints a table and writes JSON and a plot."
 
-# Name → module with run(args) -> exit code, and add_arguments(parser) if it has options; args also
-# has `quick` and `out`, which every benchmark takes. A package without `run` has a module `command`
-# with `run`: such a benchmark needs torch, but its --help does not.
+# Name → module with run(args) -> exit code; a benchmark with options has add_arguments(parser) too.
+# Every benchmark's `args` have `quick` and `out`. If NAME is a package whose benchmark needs torch,
+# `run` is in the package's module `command`, so that --help works without torch.
 BENCHMARKS = {
     "offload": "...benchmarks.offload",
     "serve": "...benchmarks.serve",
@@ -40,7 +40,7 @@ BENCHMARKS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's name; `run` parses the remaining arguments."""
+    """Add the benchmark's name to the parser. `run` parses the arguments after the name."""
     parser.add_argument("name", metavar="NAME", nargs="?", help=", ".join(BENCHMARKS))
     parser.add_argument(
         "rest", metavar="...", nargs=argparse.REMAINDER, help="options of the benchmark"
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _make_directory(path: Path) -> None:
-    """Make the directory for the results, so that an error shows early. Raises ConfigError."""
+    """Make the directory for the results before the benchmark runs. Raises ConfigError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

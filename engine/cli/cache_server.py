@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv cache-server`: keeps blocks for the engines of a cluster, in its own process.
+"""`stratakv cache-server`: stores KV blocks for the engines of a cluster, in its own process.
 
 `config/cache_server_options.py` has the options. Without configured credentials, the server admits
-only clients of its own user: it writes a token to a file that these clients can read. On SIGHUP the
+only clients of its own user, who can read a token from a file that the server writes. On SIGHUP the
 server reads tenants, tokens and certificates again, and keeps its blocks. On SIGTERM or SIGINT the
 server reports NOT_SERVING, finishes running calls, writes blocks to disk, and ends; a second signal
-ends it at once. The server needs only the base installation, without torch and the engine."""
+ends the server at once. The server needs only the base installation, without torch and engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 _EXIT_NOT_WRITTEN = 1
 _PR_SET_DUMPABLE = 4
 
-# M_MMAP_THRESHOLD (the most that glibc takes), M_TRIM_THRESHOLD, M_TOP_PAD.
+# glibc's M_MMAP_THRESHOLD (32 MiB is the most that glibc takes), M_TRIM_THRESHOLD, M_TOP_PAD.
 _MALLOC = ((-3, 32 * 1024**2), (-1, 64 * 1024**2), (-2, 8 * 1024**2))
 _SWITCH_SECONDS = 0.0005
 
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal. Return 0, or 1 if some blocks could not be written to disk."""
-    # A SIGHUP during the start must not end the process.
+    # A handler records a SIGHUP during the start, which would end the process otherwise.
     asked_early: list[int] = []
     try:
         if args.new_token is not None:
@@ -96,9 +96,9 @@ def _print_new_token(name: str) -> int:
 
 
 def _prepare_process() -> None:
-    """Make new files private, raise the limit of open files, and forbid memory dumps."""
+    """Make new files private, raise the limit of open files, and forbid core dumps."""
     os.umask(0o077)
-    # Other processes of this user may be tenants; they must not read its memory or its files.
+    # Other processes of this user may be tenants, which must not read this process's memory.
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
         logger.warning(
             "other processes of this user can read this one: %s", os.strerror(ctypes.get_errno())
@@ -106,17 +106,17 @@ def _prepare_process() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # grpc's thread handles each event. With Python's default interval each event would wait up to 5
-    # ms for the event loop.
+    # Each event needs grpc's own thread, which at Python's default switch interval may wait 5 ms
+    # until the event loop's thread releases the GIL.
     sys.setswitchinterval(_SWITCH_SECONDS)
     _keep_freed_memory()
 
 
 def _keep_freed_memory() -> None:
     """Make glibc keep the memory that grpc frees, about a MiB for each message, instead of
-    returning it to the kernel. Without the page faults, streams are about 1.5 times as fast."""
+    returning it to the kernel. With fewer page faults, streams are about 1.5 times as fast."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # only glibc has it
+    if mallopt is not None:  # only glibc has the function mallopt
         for parameter, value in _MALLOC:
             mallopt(parameter, value)
 
@@ -124,12 +124,12 @@ def _keep_freed_memory() -> None:
 async def _serve(
     settings: ServerSettings, read_again: Callable[[], ServerSettings], asked_early: Sequence[int]
 ) -> int:
-    """Serve until a signal, and return the exit code. `asked_early` has an entry for each SIGHUP
-    that came before the event loop ran."""
+    """Serve until a signal, and return the exit code. `asked_early` has one entry for each SIGHUP
+    before the start of the event loop."""
     from ...tiers.cache_server.server import CacheServer
 
     told = asyncio.Event()
-    hung_up: asyncio.Queue[float] = asyncio.Queue()  # times of SIGHUP
+    hung_up: asyncio.Queue[float] = asyncio.Queue()  # the times at which SIGHUP was received
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, told.set)
@@ -139,7 +139,7 @@ async def _serve(
     server = CacheServer(settings)
     await server.start()
     gc.collect()
-    gc.freeze()  # these objects stay, so the collector need not scan them
+    gc.freeze()  # the objects of the start live until the end, so need no garbage collection
     logs.announce(_announcement(server))
     systemd.tell_ready()
     reloading = asyncio.create_task(_reload(server, hung_up, read_again))
@@ -156,7 +156,7 @@ async def _serve(
 async def _reload(
     server: CacheServer, hung_up: asyncio.Queue[float], read_again: Callable[[], ServerSettings]
 ) -> None:
-    """Reload the settings after each SIGHUP. Signals during a reload cause one more reload."""
+    """Reload the settings after each SIGHUP. All signals during a reload cause one more reload."""
     while True:
         heard = await hung_up.get()
         while not hung_up.empty():
@@ -166,7 +166,7 @@ async def _reload(
             left = await server.reload(read_again)
         except (ConfigError, TierConfigError) as error:
             logger.error("SIGHUP: %s; everything stays as it was", one_line(str(error)))
-        except Exception:  # the task must live on and wait for the next signal
+        except Exception:  # the task must not end, because it waits for the next signal
             logger.exception("SIGHUP: tenants and certificates could not be read anew")
         else:
             seconds = asyncio.get_running_loop().time() - heard

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv config show` and `config check FILE` show or check the values of all options and their
-origins. `config vllm|lmcache|sglang` prints the configuration for another engine.
+"""`stratakv config show` prints the values and origins of all options; `config check FILE` checks a
+config file. `config vllm|lmcache|sglang` prints the configuration for another engine.
 
 `show` accepts and refuses the same arguments as `serve`; its output is a file for `--config`.
-`vllm` prints the value of vLLM's `--kv-transfer-config`. These commands start no engine."""
+`vllm` prints the value of vLLM's `--kv-transfer-config`. `stratakv config` starts no engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _WORDS_OF_YAML = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommand; each subcommand parses the remaining arguments."""
+    """Add the subcommand's name to the parser. Each subcommand parses the remaining arguments."""
     words = "|".join(_WORDS)
     parser.add_argument("word", metavar=words, nargs="?", help="see the documentation")
     parser.add_argument(
@@ -173,7 +173,7 @@ def _vllm(words: list[str]) -> int:
 
 
 def transfer_config_of(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vLLM's transfer configuration for `add_vllm_arguments`' flags. Raises ConfigError."""
+    """Return vLLM's `--kv-transfer-config` for `add_vllm_arguments`' flags. Raises ConfigError."""
     flag, region = "--region-bytes", args["region_bytes"]
     given = _given(args, VLLM_OPTIONS)
     if args["connector"]:
@@ -200,8 +200,8 @@ _WORDS: Mapping[str, Callable[[list[str]], int]] = {
 
 
 def effective(settings: Settings) -> dict[str, Any]:
-    """Return the value of every option in the form that a config file has. Secrets are masked. An
-    option without a value or without effect is None."""
+    """Return the value of every option in a config file's form, with masked secrets. The value is
+    None for an option without a value or without effect."""
     engine = engine_config(settings.model, settings.engine_options, is_fetched=False)
     server = server_config(settings.server_options)
     values = {name: SCHEMA[name].file_value(value_in(name, engine, server)) for name in SCHEMA}

@@ -24,7 +24,7 @@ from .checks.base import Finding, Level, run_checks
 DESCRIPTION = "Say what will not work on this machine, or below another engine, before the start."
 
 EXIT_PROBLEMS = 1
-# Flags about this machine. They may come before the name of another engine.
+# Flags about this machine, which may stand before the name of another engine.
 _HOST_FLAGS = (
     "--cpu-bytes", "--ssd-path", "--ssd-bytes", "--address", "--tls-cert", "--tls-key",
     "--tls-client-ca", "--device", "--port", "--cpu-huge-pages", "--json",
@@ -33,8 +33,8 @@ _DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags about this machine, and the name of another engine. The checks of that engine
-    parse the remaining arguments."""
+    """Add the flags about this machine, and the name of another engine. The function for that
+    engine parses the remaining arguments."""
     add_host_arguments(parser)
     parser.add_argument("host", metavar="|".join(_HOSTS), nargs="?", help="another engine")
     parser.add_argument(
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_host_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that describe the engine or cache server that will run on this machine."""
+    """Add the flags that describe the planned engine or cache server on this machine."""
     for flag, metavar, text in (
         ("--cpu-bytes", "SIZE", "of the cpu tier (default: 4GiB)"),
         ("--ssd-path", "PATH", "of the SSD tier"),
@@ -126,7 +126,7 @@ def _host(args: argparse.Namespace) -> int:
 
 
 def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for vLLM's transfer configuration (two alternatives) and for vLLM's start."""
+    """Add the flags for vLLM's transfer configuration (whole, or by setting) and vLLM's start."""
     parser.add_argument(
         "--config", metavar="FILE|JSON", help="what --kv-transfer-config is to be given"
     )
@@ -151,7 +151,7 @@ def add_vllm_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _vllm(words: list[str]) -> int:
-    # Imported here, because `add_arguments` works without these imports.
+    # The imports stand in the function, because `add_arguments` does not need these modules.
     from .checks import python, vllm
 
     parser = Parser(
@@ -210,5 +210,5 @@ def _tell(host: str, findings: Sequence[Finding], *, as_json: bool) -> int:
     return EXIT_PROBLEMS if problems else 0
 
 
-# A further engine needs a list of checks in `checks/` and an entry here.
+# Other engines that `stratakv doctor` can check, each with the function that parses and checks.
 _HOSTS: Mapping[str, Callable[[list[str]], int]] = {"vllm": _vllm}

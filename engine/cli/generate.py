@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "Continue one prompt with a model, in this process."
 
-# Flag → (type, help); the names are as in SamplingParams.
+# Sampling flags: field of SamplingParams → (type, help).
 _SAMPLING: dict[str, tuple[type, str]] = {
     "max_tokens": (int, "most tokens to make (default: 64)"),
     "min_tokens": (int, "fewest tokens to make"),
@@ -44,9 +44,9 @@ _SAMPLING: dict[str, tuple[type, str]] = {
     "seed": (int, "makes random draws the same every time"),
     "thinking_token_budget": (int, "most tokens of a thought; then its end mark is written"),
 }
-# A context has up to 2**24 tokens. An endless input is refused before it exhausts the memory.
+# Limit of a prompt from standard input, which may be endless. A context has up to 2**24 tokens.
 MAX_PROMPT_CHARACTERS = 2**26
-# Flags that take one value at a time, by parameter.
+# Flags that may be repeated, with one value each, by the field of SamplingParams.
 _FLAGS = {"bad_words": "--bad-word"}
 
 
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate the text. Return 0, or 1 if the request failed."""
+    """Generate and print the text. Return 0, or 1 if the request failed."""
     from ..core.setup.model_check import check_model
 
     if args.prompt is None:
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     params = _sampling_params(args)
     set_up(log_level(args))
     check_model(engine_config_of(args))
-    from ..llm import LLM  # late: a refused model needs no imports
+    from ..llm import LLM  # imported late, because a refused model does not need the engine
     from ..text.bad_words import with_spelt_bad_words
     from ..text.reasoning import with_reasoning_marks
 
@@ -163,6 +163,6 @@ def _extra_args(text: str | None) -> Any:
 
 
 def _flag_error(error: ValueError) -> ConfigError:
-    """Replace the field's name at the beginning of an error's text by the field's flag."""
+    """Return a ConfigError with the error's text, but with a flag in place of the field's name."""
     name, _, rest = str(error).partition(" ")
     return ConfigError(f"{_FLAGS.get(name) or flag_of(name)} {rest}")

@@ -2,7 +2,7 @@
 """The command line `stratakv`: runs a command, and reports a failure in one sentence.
 
 Exit codes: 0 done, 1 the engine failed, 2 wrong usage or environment, 130 interrupted. This module
-needs only the base installation; a command's modules are imported when it runs."""
+needs only the base installation; a command's modules are imported when the command runs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ..config.optional_packages import explain_missing_module
 from ..logs import is_json
 from .args import Parser, naming_origins
 
-# A fixed name: __name__ is __main__ when this file runs as a module.
+# The logger's name is a constant, because __name__ is __main__ when this file runs as a module.
 logger = logging.getLogger("stratakv.engine.cli.main")
 
-# Each is a module here with DESCRIPTION, add_arguments(parser) and run(args) -> exit code.
+# The module of each command has DESCRIPTION, add_arguments(parser) and run(args) -> exit code.
 COMMANDS = {
     "serve": "serve a model over HTTP",
     "cache-server": "keep blocks for many engines",
@@ -43,8 +43,8 @@ COMMANDS = {
     "trace": "explain what a step trace recorded",
     "plan": "say what a model takes and what fits",
 }
-_OF_TIERS = ("ping", "describe", "check", "cache")  # their modules lie in tiers/
-_RELOADED = ("cache-server",)  # SIGHUP reloads these; it must not end them during the start
+_OF_TIERS = ("ping", "describe", "check", "cache")  # commands whose modules are in cli/tiers/
+_RELOADED = ("cache-server",)  # commands that reload settings on SIGHUP, and do not end
 _USAGE = "usage: stratakv [--version] [--help] COMMAND ..."
 
 EXIT_FAILED = 1
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(error), EXIT_FAILED)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of the output has left
+    except BrokenPipeError:  # the process that reads standard output has ended
         _drop_output()
         return EXIT_FAILED
     except OSError as error:
@@ -80,19 +80,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _silence_grpc() -> None:
-    """Turn off grpc's own log lines, which would appear among StrataKV's lines on standard error.
-    The code that makes a call reports the call's errors. GRPC_VERBOSITY turns grpc's lines on."""
+    """Turn off grpc's log lines on standard error. StrataKV's code reports the errors of each call.
+    The environment variable GRPC_VERBOSITY turns grpc's log lines on."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def _write_any_text() -> None:
-    """Escape characters that standard output's encoding lacks, as standard error does."""
+    """Make standard output escape characters that its encoding lacks, as standard error does."""
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class _Lossy:
-    """Standard error that ignores write errors: on a full disk, only lines are lost."""
+    """A standard error that ignores write errors: on a full disk, only log lines are lost."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -106,7 +106,7 @@ class _Lossy:
             return len(text)
 
     def flush(self) -> None:
-        """Flush. Drop text that cannot be written, which Python would write again at exit."""
+        """Flush the stream. Drop text that cannot be written, or Python would write it at exit."""
         try:
             self._stream.flush()
         except OSError:
@@ -136,7 +136,7 @@ def _check_working_directory() -> None:
 
 
 def _flush() -> None:
-    """Flush standard output here, so that a full disk causes an error."""
+    """Flush standard output before Python's exit, so that a full disk causes an error."""
     if sys.stdout is not None:
         sys.stdout.flush()
 
@@ -162,7 +162,7 @@ def _run(words: list[str]) -> int:
         known = ("--version", "--help") if kind == "option" else COMMANDS
         near = did_you_mean(name, known) or f"; the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no {kind} {format_value(name)}{near}")
-    if name in _RELOADED:  # no settings were read yet, so there is nothing to reload
+    if name in _RELOADED:  # until settings are read, SIGHUP is ignored: nothing can be reloaded
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     _check_working_directory()
     command = import_command(name)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv plan`: computes, before an engine starts, the memory that a model needs, the capacity
-of the tiers, and which prefixes load faster than they compute.
+of the tiers, and from which length a prefix is loaded faster than computed.
 
 The command reads config.json and checks whether the weight files exist. In `engine/plan`,
 `memory_plan.py` has the arithmetic, `machine_rates.py` the rates, and `table.py` the printing."""
@@ -41,11 +41,11 @@ DESCRIPTION = "Say what a model and its KV cache take, what fits, and when loadi
 TYPICAL_TOKENS = 2048
 MAX_DEVICES = 1024
 MAX_SEQS = 1 << 20
-# The bounds of a rate: above what all computers together reach, below what any computer reaches.
+# Bounds of a rate (bytes or operations per second), wider than the rate of any computer.
 MAX_PER_SECOND = 1e24
 MIN_PER_SECOND = 1e-3
 
-_SIZES = ("memory", "cpu", "ssd", "reserve")  # each is shown in the unit that the user gave
+_SIZES = ("memory", "cpu", "ssd", "reserve")  # sizes that are printed in the user's own unit
 
 
 def _size(called: str, value: Any) -> int:
@@ -61,7 +61,7 @@ def _bytes_per_second(called: str, value: str) -> float:
 
 def _per_second(called: str, value: str) -> float:
     number = readers.number(called, value)
-    if not MIN_PER_SECOND <= number <= MAX_PER_SECOND:  # false for NaN too
+    if not MIN_PER_SECOND <= number <= MAX_PER_SECOND:  # this refuses NaN too
         raise ConfigError(
             f"{called} takes a number from {MIN_PER_SECOND:g} to {MAX_PER_SECOND:g}, not "
             f"{format_value(value)}"
@@ -69,7 +69,7 @@ def _per_second(called: str, value: str) -> float:
     return number
 
 
-# Flag → (how it is read, its metavar, help)
+# Flag → (reader of the value, metavar, help)
 _FLAGS: Mapping[str, tuple[Reader, str, str]] = {
     "memory": (_size, "SIZE", "memory of one device (default: what this machine has left)"),
     "cpu": (_size, "SIZE", "size of the cpu tier (default: none)"),
@@ -117,7 +117,7 @@ _FLAGS: Mapping[str, tuple[Reader, str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The model and memory to plan for. Bytes and layout are those of one device."""
+    """The model and memory of a plan. Bytes and layout are those of one device."""
 
     path: Path
     spec: ModelSpec
@@ -126,7 +126,7 @@ class Subject:
     max_model_len: int
     typical_tokens: int
     num_devices: int
-    layout: BlockLayout  # one block over all layers
+    layout: BlockLayout  # the layout of a block that has all layers
     groups: CacheGroups
     memory: plan.Memory
 
@@ -146,7 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan. Raises ConfigError."""
+    """Print the plan, and return 0. Raises ConfigError."""
     given = {
         name: read(flag_of(name), getattr(args, name))
         for name, (read, *_) in _FLAGS.items()
@@ -167,7 +167,7 @@ def make_plan(path: Path, given: Mapping[str, Any], probe: bool) -> dict[str, An
     """Return the whole plan in its JSON form. Raises ConfigError."""
     subject = _subject(path, given)
     tiers = _tiers(subject, given)
-    rates = resolve_rates(given, probe)  # after all other checks: it takes a second
+    rates = resolve_rates(given, probe)  # after all checks, because the probes take a second
     return {
         "model": _model(subject),
         "block": {
@@ -220,7 +220,7 @@ def _subject(path: Path, given: Mapping[str, Any]) -> Subject:
 
 
 def _num_drafts(given: Mapping[str, Any]) -> int:
-    """Return a request's draft tokens in a step, for a model whose layers carry states."""
+    """Return a request's draft tokens in a step, for a model with recurrent states."""
     num_drafts: int = given.get("num_speculative_tokens", 0)
     return min(num_drafts, MOST_WITH_STATES)
 
@@ -264,10 +264,10 @@ def _model(subject: Subject) -> dict[str, Any]:
 
 
 def _weight_files(path: Path) -> dict[str, int] | None:
-    """Return the count and size of the safetensors files; None if some are missing."""
+    """Return the count and size of the model's safetensors files; None if a file is missing."""
     try:
         files = find_shards(path).files
-    except ConfigError:  # a plan works without weight files
+    except ConfigError:  # a plan needs no weight files
         return None
     return {"files": len(files), "bytes": sum(file.stat().st_size for file in files)}
 
@@ -327,7 +327,7 @@ def _loading(subject: Subject, rates: Mapping[str, Rate]) -> dict[str, Any]:
 def _notes(
     subject: Subject, given: Mapping[str, Any], rates: Mapping[str, Rate], pool: plan.Capacity
 ) -> list[str]:
-    """Return the assumptions behind the figures, and the limits that `serve` would apply."""
+    """Return sentences about the plan's assumptions, and about limits that `serve` would apply."""
     notes = []
     if "reserve" not in given:
         notes.append("the reserve is an estimate for steps of the default size")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv route`: a proxy in front of prefill and decode nodes.
+"""`stratakv route`: runs a proxy in front of prefill and decode nodes.
 
-The proxy needs neither a model nor torch. After SIGINT or SIGTERM it accepts no new connections,
-lets running requests finish for --drain-seconds, and ends."""
+The proxy needs neither a model nor torch. After SIGINT or SIGTERM the proxy accepts no new
+connections, lets running requests finish for at most --drain-seconds, and ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DESCRIPTION = "Send requests to prefill and decode nodes, and their answers back
 
 logger = logging.getLogger(__name__)
 
-# Time after --drain-seconds to send the last event of answers that did not end in time.
+# Seconds after --drain-seconds for sending a last event to clients whose answers have not ended.
 _LAST_WORDS_SECONDS = 3.0
 
 
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def router_config(args: argparse.Namespace) -> RouterConfig:
-    """Return the settings from parsed arguments. Raises ConfigError."""
+    """Return the router's settings from parsed arguments. Raises ConfigError."""
     given = vars(args)
     values = read_fields(ROUTER_OPTIONS, given)
     for role in ("decode", "prefill"):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv serve MODEL`: runs the HTTP server in this process, the engine core in another one.
+"""`stratakv serve MODEL`: runs the HTTP server in this process, and the engine core in another one.
 
-The port is bound before the model is loaded, so that a port in use is known at once. After SIGINT
-or SIGTERM the server accepts no new requests, lets running requests finish for a few seconds,
-writes pending blocks to the tiers, and ends."""
+The port is bound before the model is loaded, so that a port in use is reported at once. After
+SIGINT or SIGTERM the server accepts no new requests, lets running requests finish for a few
+seconds, writes pending KV blocks to the tiers, and ends."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ DESCRIPTION = "Serve a model over HTTP, in the form of OpenAI's API."
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-# Time to finish for requests that run when the server is told to end.
+# Seconds in which running requests may finish after SIGINT or SIGTERM.
 _REQUEST_SECONDS = 5.0
-# Time after that to send the last event of answers that did not end in time.
+# Seconds after _REQUEST_SECONDS for sending a last event to clients whose answers have not ended.
 _LAST_WORDS_SECONDS = 3.0
-# Further time, beyond the time in which the tiers write back.
+# Seconds for the end of the engine core, in addition to the time in which the tiers write blocks.
 _CLOSE_GRACE_SECONDS = 10.0
 
 
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal, and return 0. Raises EngineDead if the core has ended."""
+    """Serve until a signal, and return 0. Raises EngineDead if the engine core has ended."""
     from ..core.setup.model_check import check_model
 
     config = engine_config_of(args)
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _notes(config: EngineConfig, server: ServerConfig, settings: Settings) -> Iterator[str]:
-    """Yield notes on the default size of the ssd tier, and on settings without effect."""
+    """Yield log lines about the default size of the ssd tier, and about settings without effect."""
     offload = config.offload
     if "ssd" in offload.tiers and "kv_offload_ssd_bytes" not in settings.given:
         yield (
@@ -95,7 +95,7 @@ def _notes(config: EngineConfig, server: ServerConfig, settings: Settings) -> It
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Open a listening socket. Raises ConfigError if that is not possible."""
+    """Return a listening socket. Raises ConfigError if the address cannot be bound."""
     try:
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as error:
@@ -107,7 +107,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(info[4])
-        # Listen already now, or another process could take the port while the model is loaded.
+        # Listen before the model is loaded, or another process could listen on the port until then.
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
@@ -178,7 +178,7 @@ async def _serve(
             config.model.path,
         )
     marks = find_marks(tokenizer, config.model.reasoning_start, config.model.reasoning_end)
-    # All files that may be refused are read before the model is loaded.
+    # All files that the server may refuse are read before the model is loaded.
     if server.tool_call_parser:
         find_tool_parser(server.tool_call_parser, None)
     template = None
@@ -233,7 +233,7 @@ async def _serve_app(
     tls: ssl.SSLContext | None,
     told: asyncio.Event,
 ) -> int:
-    """Serve until `told` is set, and return 0. Raises EngineDead if the core has ended."""
+    """Serve until `told` is set, and return 0. Raises EngineDead if the engine core has ended."""
     from ..api.http.http_server import make_server
     from ..api.metrics.stats_log import StatsLog
 
@@ -309,7 +309,7 @@ def _tell_start(
 
 
 def tiers_in_short(offload: OffloadConfig, down: Sequence[str] = ()) -> str:
-    """Return the tiers below the pool as text, with sizes, paths and which of them are `down`:
+    """Return a text with the sizes, paths and failures (`down`) of the tiers below the KV pool:
     `cpu: 4 GiB, ssd: ~/.cache/stratakv/ssd (20 GiB), remote: grpc://cache:9400 (down)`."""
     parts = {"cpu": f"cpu: {rough_size(offload.cpu.capacity_bytes)}"}
     if offload.ssd.path is not None:
@@ -327,12 +327,12 @@ def tiers_in_short(offload: OffloadConfig, down: Sequence[str] = ()) -> str:
 def _in_home(path: Path) -> str:
     try:
         return f"~/{path.relative_to(Path.home())}"
-    except (ValueError, RuntimeError):  # the path is outside the home, or there is none
+    except (ValueError, RuntimeError):  # outside of the home directory, or no home directory
         return str(path)
 
 
 async def _unless(told: asyncio.Event, starting: asyncio.Future[ProcessClient]) -> bool:
-    """Wait for the core's start. If `told` is set first, cancel the start and return False."""
+    """Wait for the engine core's start. If `told` is set first, cancel the start, return False."""
     asking = asyncio.ensure_future(told.wait())
     await asyncio.wait((starting, asking), return_when=asyncio.FIRST_COMPLETED)
     asking.cancel()

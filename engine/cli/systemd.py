@@ -15,7 +15,7 @@ import time
 logger = logging.getLogger(__name__)
 
 VARIABLE = "NOTIFY_SOCKET"
-# systemd may be busy; the server goes on if a message cannot be sent in time.
+# Time limit for sending a message to a busy systemd. The server goes on without the message.
 SEND_SECONDS = 1.0
 
 
@@ -26,7 +26,7 @@ def tell_ready() -> None:
 
 def tell_reloading() -> None:
     """Notify systemd that a reload begins. `tell_ready` must follow, even if the reload fails."""
-    # The time shows `notify-reload` that this answers its own signal, not an earlier one.
+    # The time shows systemd (`notify-reload`) which of its signals the message answers.
     _tell("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
 
@@ -38,7 +38,7 @@ def _tell(*lines: str) -> None:
     name = os.environ.get(VARIABLE, "")
     if not name:
         return
-    # An abstract socket name begins with a zero byte, which a variable cannot hold.
+    # In NOTIFY_SOCKET, @ stands for the zero byte at the start of an abstract socket's name.
     address = "\0" + name[1:] if name.startswith("@") else name
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:

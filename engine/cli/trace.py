@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv trace explain|export`: reads a file that `--step-trace` wrote.
 
-Both subcommands read the last run in a file. `explain` prints the history of a request in words, or
-lists the requests; `export` makes a timeline for Perfetto."""
+Both subcommands read the last run of an engine in the file. `explain` prints the history of a
+request in words, or lists the requests; `export` makes a timeline for Perfetto."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DESCRIPTION = "Read a step trace: explain one request, or export a timeline."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommand; each subcommand parses the remaining arguments."""
+    """Add the subcommand's name to the parser. Each subcommand parses the remaining arguments."""
     parser.add_argument("word", metavar="explain|export", nargs="?", help="see the documentation")
     parser.add_argument(
         "rest", metavar="...", nargs=argparse.REMAINDER,
@@ -80,7 +80,7 @@ def _explain(words: list[str]) -> int:
 
 
 def _named(request: str, stories: list[Story], path: Path) -> list[Story]:
-    """Return the request with this id, or the only request whose id begins with it."""
+    """Return the history of the request whose id is, or begins with, the text `request`."""
     exact = [story for story in stories if story.request_id == request]
     found = exact or [story for story in stories if story.request_id.startswith(request)]
     ids = list(dict.fromkeys(story.request_id for story in found))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract between an engine client and its callers, the HTTP server and the Python API.
+"""The interface of an engine client, which the HTTP server and the Python API call.
 
 A client guarantees:
 - `generate` yields outputs in order and ends after the output with a finish reason, or raises
-  EngineDead; closing the iterator early aborts the request in the core;
-- every wait ends at a deadline or when the core ends;
-- a bad request fails alone: its last output carries `error` and finish reason "error"."""
+  EngineDead; closing the iterator early aborts the request in the engine core;
+- every wait ends at a deadline or when the engine core ends;
+- a bad request does not affect other requests: its last output has the finish reason "error"."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Any
 
 from ..request.core_messages import AddRequest, ExtendPrompt, Ready, TokenOutput
 
-# After so many failed steps one request cannot be the cause; a few more steps end the core.
+# Failed steps in a row, too many to be caused by one request, after which an engine is unhealthy.
 UNHEALTHY_FAILED_STEPS = 3
 
 
 class EngineDead(RuntimeError):
-    """The engine core has ended or does not answer; the client yields no more outputs."""
+    """The engine core has ended or does not answer, so the client yields no more outputs."""
 
 
 class PromptUnknown(ValueError):
-    """The client no longer knows an opened prompt or its last output."""
+    """The client has no opened prompt with an id, or has dropped the prompt and its last output."""
 
 
 class PromptEnded(ValueError):
@@ -35,17 +35,17 @@ class EngineClient(ABC):
     """The client of one engine core."""
 
     ready: Ready
-    # The worker's failed steps since its last good step, as of the core's last message.
+    # The failed steps since the worker's last good step, by the engine core's last message.
     num_failed_steps: int = 0
 
     @property
     @abstractmethod
     def is_alive(self) -> bool:
-        """False once the client knows that the core has ended."""
+        """Whether the engine core runs; False after the client has detected the core's end."""
 
     @abstractmethod
     def generate(self, request: AddRequest) -> AsyncIterator[TokenOutput]:
-        """Run one request, and yield its outputs as this module's docstring says."""
+        """Run one request, and yield its outputs. This module's docstring has the guarantees."""
 
     @abstractmethod
     async def open_prompt(self, request: AddRequest) -> None:
@@ -56,26 +56,26 @@ class EngineClient(ABC):
     @abstractmethod
     async def extend_prompt(self, part: ExtendPrompt) -> None:
         """Send the next part of an opened prompt. Raises PromptEnded, with the reason, if the
-        request has ended (`generate` yields its last output), and PromptUnknown if the client no
-        longer knows the prompt."""
+        request has ended (`generate` then yields its last output), and PromptUnknown if the client
+        has no prompt with the id."""
 
     @abstractmethod
     async def drop_prompt(self, request_id: str) -> None:
-        """Abort a request of `open_prompt` that `generate` has not taken; other ids are ignored."""
+        """Abort a request of `open_prompt` that has no `generate` call. Ignore unknown ids."""
 
-    def has_enough(self, request_id: str) -> None:  # noqa: B027 - a hint, not a duty
+    def has_enough(self, request_id: str) -> None:  # noqa: B027 - a hint that may be ignored
         """Record that the request has reached a stop string. Closing the request's iterator then
         ends the request as stopped instead of aborted."""
 
     @abstractmethod
     async def abort(self, request_ids: list[str]) -> None:
-        """Abort requests; unknown ids are ignored."""
+        """Abort the requests with these ids. Ignore unknown ids."""
 
     @abstractmethod
     async def call(self, name: str, argument: str = "", timeout_seconds: float = 10.0) -> Any:
-        """Make a `core_messages.Call` and return its decoded JSON result. Raises TimeoutError,
-        EngineDead, or ValueError if the core refuses the call."""
+        """Send a `core_messages.Call`, and return the decoded JSON of the reply. Raises EngineDead,
+        TimeoutError, and ValueError if the engine core refuses the call."""
 
     @abstractmethod
     async def close(self, timeout_seconds: float = 30.0) -> None:
-        """Shut down the core, which first stores the pool's blocks in the tiers. Idempotent."""
+        """Shut down the engine core, which stores the KV pool's blocks in the tiers. Idempotent."""

@@ -53,8 +53,8 @@ class InProcessClient(MessageClient):
         except TimeoutError:
             logger.warning("the engine core's thread did not end in time and is left behind")
             return
-        # The thread still frees its workspace, during which torch releases the GIL. If Python ended
-        # meanwhile, it would unwind the thread out of a C++ destructor, which aborts the process.
+        # The ending thread frees torch's memory without the GIL. If Python exited during that time,
+        # Python would unwind the thread out of a C++ destructor, which aborts the process.
         self._thread.join(_EXIT_SECONDS)
 
     def _run(self) -> None:

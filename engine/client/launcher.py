@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches the engine core's process with its environment, a private directory and its settings.
 
-The directory has the Unix sockets over which `process_client.py` exchanges messages with the core.
-"""
+The directory has the Unix sockets over which `process_client.py` and the core send messages."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ from ...tiers.processes.python_command import python_command
 from ..config.engine_config import EngineConfig
 from ..core.start import CoreStart, encode_start
 
-# The path of a Unix socket has to fit into 107 bytes.
+# Limit of the directory's path, so that the path of a Unix socket in it fits into 107 bytes.
 _MAX_DIRECTORY_BYTES = 90
-# With glibc's own thresholds every large tensor is mapped, faulted in and unmapped again; where
-# page faults are slow this costs more than filling the tensor. OpenMP's threads spin at the end of
-# each parallel loop. If another process needs the processor, spinning costs a time slice for each
-# operation (measured: 20 times the whole work), so they spin for microseconds only and then sleep.
+# MALLOC_: with glibc's own thresholds, every large tensor is mapped, faulted in and unmapped again,
+# which can cost more than filling the tensor. OpenMP: threads that spin at the end of each parallel
+# loop cost a time slice for each operation if another process needs the processor (measured: 20
+# times the whole work), so OpenMP's threads spin for microseconds only and then sleep.
 CORE_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
@@ -34,12 +33,12 @@ CORE_ENVIRONMENT = {
 
 
 class LaunchedCore:
-    """An engine core's process. At its exit another thread calls `on_exit` with the exit status."""
+    """An engine core's process. A thread calls `on_exit` with the exit status of the process."""
 
     def __init__(self, on_exit: Callable[[int], None]) -> None:
         self._on_exit = on_exit
         self._process: subprocess.Popen[bytes] | None = None
-        # mkdtemp makes it accessible to this user only, which protects the sockets in it.
+        # mkdtemp gives only this user access to the directory, which protects the sockets in it.
         self.directory = Path(tempfile.mkdtemp(prefix="stratakv-"))
         if len(os.fsencode(self.directory)) > _MAX_DIRECTORY_BYTES:
             self.directory.rmdir()
@@ -48,14 +47,14 @@ class LaunchedCore:
         self.from_core_endpoint = f"ipc://{self.directory}/from-core"
 
     def start(self, config: EngineConfig, log_level: str, log_json: bool) -> None:
-        """Start the process; the sockets must be bound before."""
+        """Start the process. The caller must have bound the sockets."""
         self._process = subprocess.Popen(
             python_command("-m", "stratakv.engine.core.process"),
             stdin=subprocess.PIPE,
-            stdout=2,  # standard error; standard output may get results
+            stdout=2,  # standard error, because standard output may be for results
             env={**CORE_ENVIRONMENT, **os.environ},
-            # Ctrl-C must reach only this process, which then tells the core to shut down. The core
-            # stays in the same session. Linux groups processes by session for scheduling, and the
+            # Ctrl-C must reach only this process, which then sends the core a shutdown. The core
+            # gets no session of its own: Linux schedules processes in groups by session, and the
             # compiler of grammars yields only to processes of its group.
             process_group=0,
         )
@@ -68,7 +67,7 @@ class LaunchedCore:
             self._process.stdin.write(encode_start(start))
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # the core is gone already; `on_exit` reports that
+            pass  # the core has exited already; `on_exit` reports the exit
 
     @property
     def is_started(self) -> bool:
@@ -76,26 +75,26 @@ class LaunchedCore:
 
     @property
     def pid(self) -> int:
-        """The process id; raises RuntimeError before `start`."""
+        """The process id of the core. Raises RuntimeError before `start`."""
         if self._process is None:
             raise RuntimeError("the core process was not started")
         return self._process.pid
 
     def hang_up(self) -> None:
-        """Close the core's standard input, which tells the core that its launcher has ended."""
+        """Close the core's standard input, by which the core detects its launcher's end."""
         if self._process is None or self._process.stdin is None:
             return
         try:
             self._process.stdin.close()
         except BrokenPipeError:
-            pass  # bytes were left to write, but the core is gone
+            pass  # bytes were left to write, but the core has exited
 
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
 
     def remove_directory(self) -> None:
-        """Remove the sockets' directory; the sockets must be closed."""
+        """Remove the directory of the sockets. The caller must have closed the sockets."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _await_exit(self) -> None:

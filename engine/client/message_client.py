@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common base of engine clients: it passes outputs to requests, and replies to calls.
+"""`MessageClient`, the base of engine clients, passes outputs to requests and replies to calls.
 
-A subclass sends messages to the core, and passes the core's messages to `_receive`. All code in
-this module runs in one event loop."""
+A subclass sends messages to the engine core, and passes the core's messages to `_receive`. All code
+in this module runs in one event loop."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _MERGED_FIELDS = tuple(
 
 logger = logging.getLogger(__name__)
 
-# The longest wait for a core that takes no messages; a step never takes this long.
+# Time limit for sending a message to a busy engine core; no step of the core takes this long.
 SEND_SECONDS = 60.0
-# Time without a reader for an opened prompt, beyond the core's time-out for the next part.
+# Time limit of an opened prompt without a `generate` call, beyond the core's time-out for a part.
 UNREAD_SECONDS = 3600.0
 
 
@@ -51,11 +51,11 @@ class MessageClient(EngineClient):
 
     def __init__(self) -> None:
         self._mailboxes: dict[str, Mailbox] = {}
-        # Requests that reach the core before their `generate` call: opened prompts, and forks,
-        # which come with the first request. The future tells whether the request was sent.
+        # Requests in the core without a `generate` call yet: opened prompts, and forks (choices
+        # that are sent with the first choice). The future's result: the request was sent.
         self._brought: dict[str, asyncio.Future[bool]] = {}
         self._unread_timers: dict[str, asyncio.TimerHandle] = {}  # timers of opened prompts
-        # Running aborts of forks whose `generate` did not come in time.
+        # Running aborts of forks for which `generate` was not called in time, by request id.
         self._aborts: dict[str, asyncio.Task[None]] = {}
         self._stopped: set[str] = set()
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -70,12 +70,12 @@ class MessageClient(EngineClient):
         return self._death is None
 
     async def wait_dead(self) -> str:
-        """Wait until the core has ended; return the reason in one sentence."""
+        """Wait until the engine core has ended; return the reason in one sentence."""
         await self._dead.wait()
         return str(self._death)
 
     async def generate(self, request: AddRequest) -> AsyncGenerator[TokenOutput, None]:
-        """See `EngineClient.generate`. Raises ValueError for an id that is already running."""
+        """See `EngineClient.generate`. Raises ValueError for the id of a running request."""
         request_id = request.request_id
         brought = self._brought.pop(request_id, None)
         self._stop_unread_timer(request_id)
@@ -83,7 +83,7 @@ class MessageClient(EngineClient):
         finished = False
         try:
             if (abort := self._aborts.get(request_id)) is not None:
-                await asyncio.wait([abort])  # else the abort would end this request
+                await asyncio.wait([abort])  # the abort of an older request would end this request
             if brought is None or not await brought:
                 await self._send_with_forks(request)
             while not finished:
@@ -132,7 +132,7 @@ class MessageClient(EngineClient):
             self._stopped.add(request_id)
 
     async def abort(self, request_ids: list[str]) -> None:
-        """See `EngineClient.abort`: the iterators end with the finish reason "abort"."""
+        """See `EngineClient.abort`. The requests' iterators end with the finish reason "abort"."""
         self._raise_if_dead()
         for request_id in request_ids:
             mailbox = self._mailboxes.get(request_id)
@@ -160,23 +160,23 @@ class MessageClient(EngineClient):
         """See `EngineClient.close`. Requests still running end with EngineDead."""
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._shutdown_and_close(timeout_seconds))
-        # Shielded: a cancelled caller must not leave the core half closed.
+        # Shielded, because a cancelled caller must not interrupt the shutdown of the core.
         await asyncio.shield(self._closing)
 
     @abstractmethod
     async def _send_to_core(self, message: ToCore) -> None:
-        """Send a message to the core, in the order of the calls. Raises EngineDead on failure."""
+        """Send a message to the engine core, in the order of the calls. Raises EngineDead."""
 
     @abstractmethod
     async def _close_transport(self, timeout_seconds: float) -> None:
-        """Wait until the core, which is shutting down, has ended; then release resources."""
+        """Wait until the engine core, which is shutting down, has ended; then release resources."""
 
     def _receive(self, message: FromCore) -> None:
         if isinstance(message, Outputs):
             self.num_failed_steps = message.num_failed_steps
             for output in message.outputs:
                 mailbox = self._mailboxes.get(output.request_id)
-                if mailbox is not None:  # None: the request was aborted meanwhile
+                if mailbox is not None:  # None: the request was aborted before the output came
                     mailbox.put(output)
         elif isinstance(message, Reply):
             self._take_reply(message)
@@ -186,7 +186,7 @@ class MessageClient(EngineClient):
             self.ready = message
 
     def _die(self, reason: str) -> None:
-        """End all requests and calls with EngineDead. Only the first reason counts."""
+        """End all requests and calls with EngineDead. A second call has no effect."""
         if self._death is not None:
             return
         self._death = EngineDead(reason)
@@ -202,7 +202,7 @@ class MessageClient(EngineClient):
             raise EngineDead(str(self._death))
 
     async def _send_with_forks(self, request: AddRequest) -> None:
-        """Send a request, and keep the outputs of its forks until they are read."""
+        """Send a request, and keep the outputs of its forks until `generate` reads the outputs."""
         sent: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         try:
             for request_id in _forks_of(request):
@@ -215,8 +215,8 @@ class MessageClient(EngineClient):
                 sent.set_result(False)
 
     def _start_unread_timer(self, request_id: str) -> None:
-        """Restart the timer that aborts an opened prompt which is neither read nor extended. The
-        timer is longer than the core's timeout for the next part."""
+        """Restart the timer that aborts an opened prompt without a reader and without new parts.
+        The timer is longer than the engine core's time-out for the next part."""
         self._stop_unread_timer(request_id)
         seconds = UNREAD_SECONDS + self.ready.session_idle_seconds
         loop = asyncio.get_running_loop()
@@ -228,12 +228,12 @@ class MessageClient(EngineClient):
             timer.cancel()
 
     def _drop_unread(self, request_id: str) -> None:
-        """Abort a request whose prompt was opened and whose outputs were never read."""
+        """Abort a request of `open_prompt` for which `generate` was not called."""
         if self._forget_unread(request_id) and self.is_alive:
             self._send_soon(AbortRequests([request_id], ABORTED))
 
     def _forget_unread(self, request_id: str) -> bool:
-        """Drop the outputs of a request without a reader. Return False if there is none."""
+        """Drop the outputs of a request without a `generate` call. Return False if none exists."""
         self._stop_unread_timer(request_id)
         if self._brought.pop(request_id, None) is None:
             return False
@@ -272,7 +272,7 @@ class MessageClient(EngineClient):
             answer.set_result(json.loads(reply.result))
 
     def _send_soon(self, message: ToCore) -> asyncio.Task[None]:
-        """Send from code that may not await, such as a generator that is being closed."""
+        """Send a message from code that may not await, such as a generator that is being closed."""
         task = asyncio.ensure_future(self._send_to_core(message))
         self._sends.add(task)
         task.add_done_callback(self._sent)
@@ -298,9 +298,9 @@ class MessageClient(EngineClient):
 
 
 class Mailbox:
-    """Holds the outputs of a request, merged into one, until the reader takes them. A mailbox has
-    one writer and one reader, in one event loop. Merging limits it to the length of one answer, so
-    a slow reader neither delays other requests nor fills the memory."""
+    """Holds the unread outputs of a request, merged into one output. A mailbox has one writer and
+    one reader, in one event loop. A merged output is at most as long as one answer, so a slow
+    reader neither delays other requests nor fills the memory."""
 
     __slots__ = ("_error", "_filled", "_pending")
 
@@ -310,7 +310,7 @@ class Mailbox:
         self._filled = asyncio.Event()
 
     def put(self, output: TokenOutput) -> None:
-        """Merge an output into the waiting outputs. The mailbox then owns the object."""
+        """Merge an output into the unread output. The caller must not use the object afterwards."""
         if self._pending is None:
             self._pending = output
         else:
@@ -319,18 +319,18 @@ class Mailbox:
 
     @property
     def last_output(self) -> TokenOutput | None:
-        """The waiting output if it has a finish reason, else None."""
+        """The unread output if it has a finish reason, else None."""
         pending = self._pending
         return None if pending is None or pending.finish_reason is None else pending
 
     def fail(self, error: BaseException) -> None:
-        """Make `get` raise this error after it has returned the waiting outputs."""
+        """Make `get` raise `error` after `get` has returned the unread output."""
         self._error = error
         self._filled.set()
 
     async def get(self) -> TokenOutput:
-        """Wait for an output, and return all outputs since the last call as one. Raises the error
-        passed to `fail` if no outputs wait."""
+        """Wait for an output, and return all outputs since the last call merged into one. Raises
+        the error that was passed to `fail` if no output is unread."""
         await self._filled.wait()
         output, self._pending = self._pending, None
         if self._error is None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client of an engine core in a separate process: msgpack over ZMQ on private Unix sockets.
 
-Two processes keep the HTTP server's Python threads from competing with the step loop for the
+With two processes, the HTTP server's Python threads do not compete with the core's steps for the
 interpreter. The client detects the exit of the core process at once."""
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 600.0
 _HIGH_WATER_MESSAGES = 1024
-# The time to read the last messages of a dead core: they may still be in the socket.
+# The time for reading the last messages of an exited core, which may still be in the socket.
 _LAST_WORDS_SECONDS = 0.3
-# The time for the process to exit after it has reported its shutdown.
+# The time for the core process to exit after the core has reported its shutdown.
 _EXIT_SECONDS = 5.0
 
 
@@ -63,8 +63,8 @@ class ProcessClient(MessageClient):
         timeout_seconds: float = START_SECONDS,
     ) -> ProcessClient:
         """Start a core process, and return its client once the core is ready. Raises ConfigError
-        for a setting that cannot work, EngineDead if the core failed, and TimeoutError if it is not
-        ready in time. After an error, process and sockets are gone."""
+        for a setting that cannot work, EngineDead if the core failed, and TimeoutError for a late
+        core. After an error, no process and no sockets are left."""
         client = cls()
         try:
             client._core.start(config, log_level, log_json)
@@ -89,14 +89,14 @@ class ProcessClient(MessageClient):
         self._raise_if_dead()
         try:
             sending = asyncio.ensure_future(self._to_core.send(encoder.encode(message)))
-            if not sending.done():  # the core's queue is full, or the core is gone
+            if not sending.done():  # the core's queue is full, or the core has exited
                 await self._wait_sent(sending)
         except zmq.ZMQError as error:
             self._die(f"the connection to the engine core broke ({error})")
             self._raise_if_dead()
 
     async def _wait_sent(self, sending: asyncio.Future[Any]) -> None:
-        """Wait until the core has received the message, or the core is known to have ended."""
+        """Wait until the message is sent or the core has ended. Raises EngineDead."""
         died = asyncio.ensure_future(self._dead.wait())
         try:
             waits = (sending, died)
@@ -112,7 +112,7 @@ class ProcessClient(MessageClient):
 
     async def _close_transport(self, timeout_seconds: float) -> None:
         self._core.hang_up()
-        # The core has reported its shutdown; wait for its exit.
+        # The core has reported its shutdown, so the process exits soon.
         seconds = max(timeout_seconds, _EXIT_SECONDS)
         if self._core.is_started and not await self._wait_exit(seconds):
             logger.warning("the engine core did not end within %.0f s and is killed", seconds)
@@ -121,7 +121,7 @@ class ProcessClient(MessageClient):
         self._release_transport()
 
     async def _wait_exit(self, seconds: float) -> bool:
-        """Wait for the process to exit. Return False if it still runs after `seconds`."""
+        """Wait for the core process to exit. Return False if it still runs after `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 await self._exit.wait()
@@ -130,7 +130,7 @@ class ProcessClient(MessageClient):
         return True
 
     async def _abandon(self) -> None:
-        """End the process after a start that failed or was cancelled."""
+        """End the core process after a start that failed or was cancelled."""
         self._die("the engine core did not start")
         await asyncio.shield(self._close_transport(_EXIT_SECONDS))
 
@@ -180,11 +180,11 @@ class ProcessClient(MessageClient):
             self._started.set_exception(EngineDead(message.message))
 
     def _exited_elsewhere(self, status: int) -> None:
-        """Pass the exit status to the event loop, from the thread that waits for the process."""
+        """Pass the exit status from the thread that waits for the process to the event loop."""
         try:
             self._loop.call_soon_threadsafe(self._exited, status)
         except RuntimeError:
-            pass  # the loop is closed, so no caller waits
+            pass  # the event loop is closed, so no caller waits for the exit
 
     def _exited(self, status: int) -> None:
         self._exit.set()

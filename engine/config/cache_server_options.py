@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `stratakv cache-server`, and the `ServerSettings` made from them.
+"""The options of `stratakv cache-server`, and the `ServerSettings` made from the options.
 
-Flags override environment variables, which override the file of --config. The environment variable
-STRATAKV_CACHE_SERVER_PORT=9400 means --port 9400."""
+Flags override environment variables, which override the file that `--config` names. The environment
+variable STRATAKV_CACHE_SERVER_PORT=9400 has the effect of `--port 9400`."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
     from ...tiers.cache_server.server import ServerSettings
     from ...tiers.wire.limits import Limits
 
-DEFAULT_SECRET_NAME = "server.secret"  # noqa: S105 - of a file
-# Options whose values become settings unchanged.
+DEFAULT_SECRET_NAME = "server.secret"  # noqa: S105 - the name of a file
+# Options whose values become fields of ServerSettings unchanged.
 _SAME = (
     "host", "port", "metrics_host", "metrics_port", "metrics_exposed", "insecure", "reflection",
     "drain_seconds",
 )  # fmt: skip
-_MOST_TEXT_BYTES = 16 * 1024**2  # limit of a file of tenants or of a token
+_MOST_TEXT_BYTES = 16 * 1024**2  # size limit of the files of --tenants and --token-file
 
 _CPU = options_of(CpuSettings, "")
 _SSD = options_of(SsdSettings, "")
-_CODECS = (NONE, *CODECS)  # engines may have other codecs
+_CODECS = (NONE, *CODECS)  # the codecs of a cache server; engines may have more
 
 _port = readers.integer_within(0, MAX_PORT)
 _count = readers.integer_within(1, 1_000_000)
 
 
 def _as_engines(option: Option, default: str, **changed: Any) -> Any:
-    """Return a dataclass field that copies an engine's tier option, with some changes."""
+    """Return a dataclass field with a copy of an engine's tier option and `changed` fields."""
     return field(default=default, metadata={Option: replace(option, field="", **changed)})
 
 
@@ -127,8 +127,8 @@ OPTIONS: Mapping[str, Option] = options_of(CacheServerOptions, "")
 
 
 def read_options(flags: Mapping[str, Any], environ: Mapping[str, str]) -> CacheServerOptions:
-    """Return the value of every option: from `flags`, else the environment, else the file, else its
-    default. `flags` has the given flags by name, `config` included. Raises ConfigError."""
+    """Return all options. A value comes from `flags`, else the environment, else the config file,
+    else the default. `flags`: the given flags by name, with `config`. Raises ConfigError."""
     given: dict[str, tuple[str, Any]] = {}
     variables = _variables(environ)
     config = variables.pop("config", None)
@@ -151,8 +151,8 @@ def read_options(flags: Mapping[str, Any], environ: Mapping[str, str]) -> CacheS
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return the options that environment variables set, `config` included, each with its variable.
-    Raises ConfigError for an unknown variable with the options' prefix."""
+    """Return the variable and value of each option (and `config`) that the environment sets. Raises
+    ConfigError for an unknown variable with the prefix STRATAKV_CACHE_SERVER_."""
     found = {}
     for variable, value in environ.items():
         if not variable.startswith(CACHE_SERVER_PREFIX) or is_service_link(variable, value):
@@ -171,9 +171,9 @@ def _variables(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 def server_settings(
     options: CacheServerOptions, running: ServerSettings | None = None
 ) -> ServerSettings:
-    """Return the server's settings. With the settings of a `running` server, its secret, MAC key
-    and own token are kept instead of read again, because the disk with their files may be gone.
-    Raises ConfigError or TierConfigError."""
+    """Return the server's settings. `running`: the settings of a running server, whose secret, MAC
+    key and own token are kept, because the files of secret, key and token may be gone. Raises
+    ConfigError or TierConfigError."""
     from ...tiers.cache_server.secret_file import read_secret
     from ...tiers.cache_server.server import ServerSettings
 
@@ -212,7 +212,7 @@ def server_settings(
 
 
 def _ssd_settings(options: CacheServerOptions) -> SsdSettings:
-    """Return the disk settings for every tenant's store. Unusable settings raise an error here."""
+    """Return the SSD settings of every tenant's store. Raises an error for unusable settings."""
     from ...tiers.admission import make_filter
     from ...tiers.block import BlockLayout
     from ...tiers.codecs.known_codecs import make_codec
@@ -240,7 +240,7 @@ def _mac_key(options: CacheServerOptions) -> Any:
     if not disks:
         raise ConfigError("--ssd-mac-key-file is for blocks on a disk; give --ssd-path too")
     keys = [read_mac_key(path, flag_of("ssd_mac_key_file"), disk) for disk in disks]
-    return keys[0]  # the keys are equal; the checks for each disk differ
+    return keys[0]  # all keys are equal; read_mac_key checks the key file against each disk
 
 
 def _limits(options: CacheServerOptions) -> Limits:
@@ -269,7 +269,7 @@ def _tls(options: CacheServerOptions) -> Any:
 
 def _tenants(options: CacheServerOptions, left_token: str | None) -> tuple[Tenants, str | None]:
     """Return all tenants, and the server's own token for clients of this user, or None. A running
-    server's own token, `left_token`, is used again."""
+    server's own token, `left_token`, becomes the own token again."""
     from ...tiers.cache_server.access.tenants import (
         check_totals,
         new_token,
@@ -298,7 +298,7 @@ def _tenants(options: CacheServerOptions, left_token: str | None) -> tuple[Tenan
         raise ConfigError("--token-file is for a server without --tenants; give one of the two")
     text = _text_of(path, "--tenants")
     mode = path.stat().st_mode
-    if mode & (stat.S_IWGRP | stat.S_IWOTH):  # a user who can write the file can admit any client
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):  # a user who may write the file could add tenants
         raise ConfigError(
             f"--tenants names {path}, which other users can write (mode {stat.S_IMODE(mode):04o}); "
             f"run: chmod go-w {path}"
@@ -331,7 +331,7 @@ def _token_of(path: Path) -> str:
 
 def _text_of(path: Path, flag: str) -> str:
     try:
-        # An editor may have put a byte-order mark at the front.
+        # utf-8-sig: an editor may have written a byte-order mark.
         return read_ordinary(path, _MOST_TEXT_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag} names {path}, which cannot be read as text ({error})") from error

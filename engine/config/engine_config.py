@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of an engine, as frozen dataclasses whose fields are the engine's options.
 
-Field names include units, such as `memory_bytes`. Each dataclass checks its own values. A
-ConfigError names the expected value, the given value and a remedy."""
+Names of fields include units, such as `memory_bytes`. Each dataclass checks its own values and
+raises a ConfigError, which names the expected value, the given value and a remedy."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ ATTENTION_BACKENDS = ("auto", "gather", "kernels", "triton", "sdpa", "fa3")
 _GPU_BACKENDS = ("triton", "sdpa", "fa3")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 COMPILATIONS = ("none", "elementwise")
-EXECUTORS = ("uni", "mp")  # the model runner in the core's process, or in its own
-# An engine's role among the engines that share its cache. prefill: it answers once other engines
-# can load the prompt's blocks; decode: other engines have computed its prompts.
+EXECUTORS = ("uni", "mp")  # the model runner is in the engine core's process, or in its own process
+# An engine's role among engines that share a cache. prefill: the engine answers once other engines
+# can load the prompt's KV blocks; decode: other engines have computed the engine's prompts.
 ROLES = ("both", "prefill", "decode")
 # The backends that make an answer follow a schema or a grammar (`structured/backends.py`).
 STRUCTURED_OUTPUTS_BACKENDS = ("auto", "xgrammar", "guidance")
 POOLINGS = LAST, MEAN = ("last", "mean")
 RESERVES = ("none", "prompt", "full")
 BLOCK_HASHES = ("sha256", "sha256_cbor")
-# The size of the pool on the CPU, for every model, if there is enough memory.
+# The default size of the KV pool on the CPU, for every model, if there is enough memory.
 DEFAULT_POOL_BYTES = 1 * GIB
 DEFAULT_GPU_SHARE = 0.9
 MAX_BLOCK_SIZE = 256
 MAX_IDLE_SECONDS = 86_400.0
-MAX_GROUPS = 4096  # the most layers of a model
+MAX_GROUPS = 4096  # limit of cache groups, and so of a model's layers
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The settings of the model and of its computation."""
+    """The settings of the model and of the model's computation."""
 
     path: Path  # a Hugging Face directory
     served_name: str = setting(
@@ -64,7 +64,7 @@ class ModelConfig:
         "branch, tag or commit of a model on the Hub; separates the blocks of otherwise equal "
         "models", "TEXT",
     )  # fmt: skip
-    # auto: the checkpoint's type, if the device computes fast in it.
+    # auto: the checkpoint's data type, if the device computes fast in that type.
     dtype: str = setting("auto", readers.one_of(*DTYPES), ", ".join(DTYPES), "TYPE")
     device: str = setting(
         "cpu", readers.device, "where to compute: cpu, cuda or one GPU, cuda:1", "DEVICE"
@@ -90,7 +90,7 @@ class ModelConfig:
         False, readers.switch,
         "tell with each answer which experts computed each token, of a model that has some",
     )  # fmt: skip
-    # At least one token of a prompt and one of an answer.
+    # The lower bound leaves room for one token of a prompt and one token of an answer.
     max_model_len: int | None = setting(
         None, readers.integer, "longest prompt and output, in tokens", "N",
         "what the model allows and the pool holds", bounds=(2, MAX_TOKENS),
@@ -174,14 +174,14 @@ class CacheConfig:
         "tokens between checkpoints of states, where layers carry states (state space), beside "
         "those at the ends of prompts and where prompts part; 0: none", "N",
     )  # fmt: skip
-    watermark: float = 0.01  # fraction of blocks kept free when admitting requests
-    # If all layers attend alike they are split into this many groups with block tables of their
-    # own; otherwise the kinds of layers decide (`cache/group_spec.py`). Settings count blocks over
-    # all layers. In a pool of several groups each group has smaller blocks instead.
+    watermark: float = 0.01  # fraction of blocks that stay free when a request is admitted
+    # Number of cache groups, each with its own block tables, if all layers have one kind of
+    # attention; otherwise the kinds of layers determine the groups (`cache/group_spec.py`).
+    # Settings count blocks over all layers, but a block of one of several groups is smaller.
     num_groups: int = 1
-    # Attention reads blocks of this many tokens; None: the pool's blocks. A block of the pool then
-    # consists of several such blocks, in order. The number changes the order of the bytes, so
-    # engines with different numbers share no blocks.
+    # Tokens in a block that the attention kernel reads; None: `block_size`. A block of the pool
+    # consists of several kernel blocks, in order. The number changes the order of a block's bytes,
+    # so engines with different numbers share no blocks.
     kernel_block_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -216,7 +216,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The settings of the scheduler: the limits of a step, and the order of requests."""
+    """The settings of the scheduler: limits of a step, and the order of requests."""
 
     max_num_batched_tokens: int = setting(
         2048, readers.integer, "tokens in one step", "N", bounds=(1, MAX_TOKENS)
@@ -232,10 +232,10 @@ class SchedulerConfig:
         True, readers.switch, "spread a prompt over several steps"
     )
     max_waiting_requests: int = 4096
-    max_adapters: int = 0  # different adapters in one step; set from LoraConfig
+    max_adapters: int = 0  # most different LoRA adapters in one step; set from LoraConfig
     pictures: bool = False  # whether prompts may have pictures; set from the model
-    # The gap between the two shares protects a newly admitted request from preemption at once.
-    # Neither share applies to the only request that runs.
+    # `admit_below` is lower than `preempt_above`, so that a newly admitted request is not preempted
+    # at once. Neither `admit_below` nor `preempt_above` applies to the only running request.
     admit_below: float = setting(
         0.8, readers.number, "let requests in while less than this share of the pool is held",
         "SHARE",
@@ -249,12 +249,12 @@ class SchedulerConfig:
         "who runs next: fcfs, first come, first served; priority, by the requests' `priority`, the "
         "lowest first; or a policy of another package", "NAME", name="scheduling_policy",
     )  # fmt: skip
-    reserve: str = setting(  # none: room for the first step only
+    reserve: str = setting(  # none: an admitted request gets blocks for its first step only
         "none", readers.one_of(*RESERVES),
         "let a request in only if the pool has room for its prompt (prompt), or for all the tokens "
         "that it may come to (full), beside what those before it may still take", "WHAT",
     )  # fmt: skip
-    pin_tenant_share: float = setting(  # all jobs together: at most half of the pool
+    pin_tenant_share: float = setting(  # the jobs of all tenants pin at most half of the pool
         1.0, readers.number,
         "of the blocks that continuum keeps for agents' jobs, those that it keeps for one tenant "
         "at most", "SHARE",
@@ -362,8 +362,8 @@ class EngineConfig:
             self._check_kv_cache_dtype()
 
     def _check_role(self) -> None:
-        """Raise ConfigError for a prefill engine whose blocks no other engine can find, and for a
-        decode engine that cannot find the blocks of other engines."""
+        """Raise ConfigError for a prefill engine whose blocks no other engine can load, and for a
+        decode engine that cannot load the blocks of other engines."""
         offload = self.offload
         works = {"prefill": offload.is_read_by_others, "decode": offload.reads_others}
         if works.get(self.role, True):

@@ -3,8 +3,7 @@
 
 One table, `OPTIONS`, defines both `stratakv serve --block-size 32` and `LLM(block_size=32)`. The
 table is built from the fields of the dataclasses in `engine_config.py`, which check values. This
-module refuses unknown names and contradictions between options, and finds options without effect.
-"""
+module refuses unknown names and contradictory options, and finds options without effect."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from .unsupported_options import explain_not_built
 EMBEDDED_MODEL = Path(__file__).parents[1] / "models" / "embedded"
 EMBEDDED_NAME = "stratakv-embedded"
 _POOL_SIZES = ("num_blocks", "kv_cache_memory_bytes")
-_OF_SPECULATION = tuple(options_of(SpeculativeConfig, ""))[1:]  # without the method
+_OF_SPECULATION = tuple(options_of(SpeculativeConfig, ""))[1:]  # without `speculative_method`
 _ADAPTER_SOURCES = {"enable_lora", "lora_modules", "lora_dir"}
 _OF_ADAPTERS = ("max_loras", "max_lora_rank", "max_cpu_loras")
 _OF_LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
@@ -66,9 +65,9 @@ OPTIONS: Mapping[str, Option] = _engine_options()
 def engine_config(
     model: str | Path | None, given: Mapping[str, Any], *, is_fetched: bool = True
 ) -> EngineConfig:
-    """Return the settings of an engine with the given options. The `model` None is the embedded
-    model. A Hub model that is not in the local cache is downloaded; with `is_fetched` False, the
-    settings have the model's id as its path.
+    """Return the settings of an engine with the given options. If `model` is None, the engine has
+    the embedded model. A Hub model that the local cache lacks is downloaded; with `is_fetched`
+    False, the model's id becomes the model's path instead.
 
     Raises ConfigError for an unknown option, an invalid value, or a contradiction."""
     sections: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
@@ -81,13 +80,13 @@ def engine_config(
         sections[option.section][option.field] = option.read(flag_of(name), value)
     _refuse_contradictions(given, sections)
     if "ssd" in sections["offload"].get("tiers", ()) and "path" not in sections["offload.ssd"]:
-        # Only if needed: a user without a home directory has no default path.
+        # The default path exists only for a user with a home directory.
         sections["offload.ssd"]["path"] = default_ssd_path()
     path = model_directory(model, sections["model"].get("revision", ""), is_fetched=is_fetched)
     if draft := sections["speculative"].get("model"):
         from ..models.eagle.eagle_spec import (
             is_eagle_head,
-        )  # reads tensors: a router must not import it
+        )  # imported here, because a router must not import code that reads tensors
 
         directory = model_directory(draft, is_fetched=is_fetched)
         kind = EAGLE if is_eagle_head(directory) else DRAFT_MODEL
@@ -108,7 +107,7 @@ def has_tier(tiers: Iterable[str], tier: str) -> bool:
 
 
 def hides(name: str, value: Any) -> Iterator[str]:
-    """Yield the names of the options that have no effect if the option `name` has this value."""
+    """Yield the names of the options that have no effect if the option `name` has the `value`."""
     if name in _POOL_SIZES:
         yield from (other for other in _POOL_SIZES if other != name)
     elif name == "speculative_method":
@@ -158,7 +157,7 @@ def model_directory(
 ) -> Path:
     """Return the directory of a model. `model` is a path, or a Hub id such as org/model, whose
     directory is in the Hub's cache; a model that the cache lacks is downloaded. With `is_fetched`
-    False, an id is returned as it is. Raises ConfigError if there is no such directory."""
+    False, an id is returned unchanged. Raises ConfigError if the directory does not exist."""
     if model is None:
         return EMBEDDED_MODEL
     path = readers.path("MODEL", model)
@@ -171,9 +170,9 @@ def model_directory(
 
 
 def model_aliases(model: str | Path | None, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return further names that clients may use for a model: its path as given, and its absolute
-    path. There are no further names if `given` sets `served_model_name`, for the embedded model,
-    and for a Hub id, which is the served name itself."""
+    """Return a model's additional names for clients: its path as given, and its absolute path. A
+    model has no additional names if `given` sets `served_model_name`, if it is the embedded model,
+    or if a Hub id names the model, because the Hub id is the served name."""
     if model is None or "served_model_name" in given:
         return ()
     if is_hub_id(str(model)) and not os.path.lexists(model):
@@ -182,7 +181,7 @@ def model_aliases(model: str | Path | None, given: Mapping[str, Any]) -> tuple[s
 
 
 def _served_name(typed: str, path: Path) -> str:
-    """Return the name by which clients request the model if no option sets it."""
+    """Return the default of `served_model_name`, the model's name in requests of clients."""
     if not typed:
         return EMBEDDED_NAME
     if is_hub_id(typed) and not os.path.lexists(typed):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoraConfig: the adapters of an engine, and how many of them it computes at once."""
+"""`LoraConfig`: the LoRA adapters of an engine, and the limit of adapters in one step."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ MAX_NAME_CHARACTERS = 256
 
 
 class LoraModule(NamedTuple):
-    """An adapter to load at the start."""
+    """A LoRA adapter that the engine loads at its start."""
 
     name: str
-    path: Path  # a folder that PEFT has saved
+    path: Path  # the adapter's folder, as PEFT saves it
 
     def __str__(self) -> str:
         return f"{self.name}={self.path}"
 
 
 def lora_modules(called: str, value: Any) -> tuple[LoraModule, ...]:
-    """Read adapters: `name=path` with commas between, vLLM's JSON objects with `name` and `path`,
-    a list of these, or a mapping from names to paths."""
+    """Read LoRA adapters from texts `name=path` with commas between, from vLLM's JSON objects with
+    `name` and `path`, from a list of such texts or objects, or from a mapping of names to paths."""
     modules = tuple(_modules_in(called, value))
     names = [each.name for each in modules]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -86,7 +86,7 @@ def _module(called: str, name: Any, path: Any) -> LoraModule:
 
 
 def adapter_name(called: str, value: Any) -> str:
-    """Read the name of an adapter: one line of text without the marks of `name=path,…`."""
+    """Read the name of an adapter: one line of text without the characters `=` and `,`."""
     name = readers.text(called, value)
     if len(name) > MAX_NAME_CHARACTERS:
         raise ConfigError(f"{called} takes up to {MAX_NAME_CHARACTERS} characters, not {len(name)}")
@@ -97,7 +97,7 @@ def adapter_name(called: str, value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """The adapters. Without `modules`, `folder` and `enabled` the model takes none."""
+    """The settings of LoRA. Without `modules`, `folder` and `enabled`, the engine has no LoRA."""
 
     enabled: bool = setting(
         False, readers.switch, "take adapters also if none is named at the start",
@@ -141,6 +141,6 @@ class LoraConfig:
 
     @property
     def num_slots(self) -> int:
-        """The slots of the model; 0: it takes no adapters."""
+        """The number of adapters that the model can hold at once; 0 if LoRA is off."""
         takes = self.enabled or bool(self.modules) or self.folder is not None
         return self.max_slots if takes else 0

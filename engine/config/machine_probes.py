@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures rates of this machine: memory copies, disk reads, multiplications.
+"""Measures rates of this machine: memory copies, disk reads, matrix multiplications.
 
 Each probe takes some tenths of a second and returns the rate of its fastest try, because only a try
-without other load shows the limit of the hardware."""
+without other load on the machine shows the limit of the hardware."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _MATRIX_ROWS = 1024
 
 
 def memory_copy_bytes_per_second() -> float:
-    """Measure how fast one thread copies 64 MiB, which is more than most CPU caches hold."""
+    """Return how fast one thread copies 64 MiB, which is more than most CPU caches hold."""
     source = np.ones(_COPY_BYTES, np.uint8)
     target = np.zeros(_COPY_BYTES, np.uint8)
     return _COPY_BYTES / _best_seconds(lambda: np.copyto(target, source))
 
 
 def disk_read_bytes_per_second(directory: Path) -> float:
-    """Measure how fast one thread reads a new 64 MiB file under `directory` in pieces of 4 MiB,
-    without the page cache. Removes the file. Raises OSError."""
+    """Return how fast one thread reads a new 64 MiB file under `directory`, in pieces of 4 MiB and
+    without the page cache. The file is removed. Raises OSError."""
     with tempfile.TemporaryDirectory(prefix="stratakv-probe-", dir=directory) as folder:
         path = Path(folder) / "probe"
         with mmap.mmap(-1, _READ_BYTES) as buffer, memoryview(buffer) as view:
@@ -43,8 +43,8 @@ def disk_read_bytes_per_second(directory: Path) -> float:
 
 
 def multiply_operations_per_second() -> float:
-    """Measure the float32 product of two square matrices with torch's threads and the fastest of
-    torch's libraries. On some processors `torch.mm` reaches less than half of this rate."""
+    """Return the rate of the float32 product of two square matrices, with all threads of torch and
+    torch's fastest library. On some processors `torch.mm` reaches less than half of this rate."""
     left, right = (torch.rand(_MATRIX_ROWS, _MATRIX_ROWS) for _ in range(2))
     multiply = Linear(right)
     with torch.inference_mode():
@@ -63,7 +63,7 @@ def _best_seconds(work: Callable[[], object]) -> float:
 
 
 def _write_file(path: Path, view: memoryview) -> None:
-    view[:] = os.urandom(_READ_BYTES)  # random: a disk may compress zeros
+    view[:] = os.urandom(_READ_BYTES)  # a disk may compress zeros, but not random bytes
     with path.open("xb", buffering=0) as file:
         for _ in range(_FILE_BYTES // _READ_BYTES):
             file.write(view)

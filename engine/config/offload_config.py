@@ -35,7 +35,7 @@ LOAD_FAILURES = ("recompute", "fail")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig(TierSettings):
     """The settings of the tiers below the KV pool. Raises ConfigError for tiers and values that
-    cannot be used together."""
+    exclude each other."""
 
     tiers: tuple[str, ...] = setting(
         (), readers.tiers,
@@ -74,7 +74,7 @@ class OffloadConfig(TierSettings):
         "refuse to start while a tier below cpu is down, instead of going on without it",
     )  # fmt: skip
     shutdown_seconds: float = 30.0
-    # Parsed from the texts above.
+    # Fields that `__post_init__` sets from the texts of the fields above.
     cache_servers: tuple[ServerAddress, ...] = field(init=False, default=())
     peer_addresses: tuple[ServerAddress, ...] = field(init=False, default=())
     listen_address: ListenAddress | None = field(init=False, default=None)
@@ -113,17 +113,17 @@ class OffloadConfig(TierSettings):
 
     @property
     def reads_others(self) -> bool:
-        """Whether this engine can find blocks of other engines, on cache servers or on peers."""
+        """Whether this engine can load blocks of other engines, from cache servers or peers."""
         return bool(self.cache_servers or self.peers)
 
     @property
     def is_read_by_others(self) -> bool:
-        """Whether other engines can find this one's blocks, on cache servers or by `serve_at`."""
+        """Whether other engines can load this engine's blocks, from cache servers or `serve_at`."""
         return bool(self.cache_servers or self.serve_at)
 
     @property
     def tier_names(self) -> tuple[str, ...]:
-        """The names of the tiers below the pool, as in metrics and replies."""
+        """The names of the tiers below the KV pool, as in metrics and in answers' usage."""
         return (*self.tiers[:1], *self.store_names)
 
     def _read_peers(self) -> None:

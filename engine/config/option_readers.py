@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of option values, in addition to those in `tiers/settings/readers.py`."""
+"""Functions that read values of options, in addition to the module `tiers/settings/readers.py`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ...tiers.settings.format import format_value
 from ...tiers.settings.values import ConfigError
 
 MAX_PORT = 65535
-ANY = "*"  # any origin, method or header
+ANY = "*"  # stands for any origin, method or header
 _MAX_MARK_CHARACTERS = 256
-_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # the form of a method and of a header
+_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # names of HTTP methods and headers
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 _MOST_SECONDS = 3600
 _MEDIA_HOST = re.compile(
@@ -56,7 +56,7 @@ def processor_names(called: str, value: Any) -> tuple[str, ...]:
 
 
 def _importable(called: str, kind: type) -> str:
-    """Return the name by which another process imports this class. Raises ConfigError."""
+    """Return the name by which another process can import the class. Raises ConfigError."""
     found: Any = sys.modules.get(kind.__module__)
     for part in kind.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -74,7 +74,7 @@ def generation_config(called: str, value: Any) -> str:
 
 
 def origins(called: str, value: Any) -> tuple[str, ...]:
-    """Read web origins as browsers send them. A path is refused, because it would match no page."""
+    """Read web origins in the form of browsers' Origin header, which has no path."""
     names = readers.texts(called, value)
     for origin in names:
         if origin != ANY and not _ORIGIN.fullmatch(origin):
@@ -86,7 +86,7 @@ def origins(called: str, value: Any) -> tuple[str, ...]:
 
 
 def media_domains(called: str, value: Any) -> tuple[str, ...]:
-    """Read hosts, each with `:port` or without, and return their names as DNS has them."""
+    """Read hosts, each with or without `:port`, and return the hosts' names as DNS spells them."""
     return tuple(_media_domain(called, name) for name in readers.texts(called, value))
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages that name the optional extra of StrataKV which installs a missing package.
 
-The table has the import names of packages that the extras in `pyproject.toml` install."""
+`_EXTRAS` has the import names of the packages that each extra in `pyproject.toml` installs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EXTRAS = {
 
 
 def install_extra(extra: str) -> str:
-    """Return the command that installs an extra from a clone, as no package index has StrataKV."""
+    """Return the command that installs an extra from a clone; no package index has StrataKV."""
     return f"pip install '.[{extra}]'"
 
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads option values from flags, environment and file, with their origins.
+"""Reads option values, each with its origin, from five layers:
 
     flags  >  environment  >  file  >  values that aliases imply  >  defaults
 
-An option has the value from the highest layer that gives it. If two options exclude each other, the
-option of the higher layer also hides the option of the lower layer. Within one layer, the two
-options are a contradiction, which is refused when the values are used. The rules are the same for
-all commands, so one file serves all commands. `STRATAKV_BLOCK_SIZE=32` is `--block-size 32`; an
-unknown variable with the prefix `STRATAKV_` is refused, because a mistyped name would otherwise be
-ignored silently."""
+An option gets its value from the first layer that sets the option. If two options exclude each
+other, the option of an earlier layer also hides the option of a later layer. Two such options in
+one layer are an error, which is raised when the values are used. All commands have the same rules,
+so one file works for all commands. `STRATAKV_BLOCK_SIZE=32` means `--block-size 32`; an unknown
+variable with the prefix `STRATAKV_` is refused, because the name may be mistyped."""
 
 from __future__ import annotations
 
@@ -36,9 +35,9 @@ FILE = "file"
 _NAMES_IN_TEXT = re.compile(r"--(?:no-)?([a-z][a-z0-9-]*)|\b(MODEL)\b")
 
 CONFIG_VARIABLE = "STRATAKV_CONFIG"
-# Variables of `stratakv cache-server`, which reads them itself.
+# The prefix of variables that only `stratakv cache-server` reads.
 CACHE_SERVER_PREFIX = "STRATAKV_CACHE_SERVER_"
-# Variables that are no options, and their purpose.
+# Environment variables that set no option, each with its purpose.
 OTHER_VARIABLES: Mapping[str, str] = {
     CONFIG_VARIABLE: "the file of options",
     "STRATAKV_ARGS": "arguments that the systemd unit adds",
@@ -47,7 +46,7 @@ OTHER_VARIABLES: Mapping[str, str] = {
     "STRATAKV_CPU_KERNELS": "which compiled kernels of the CPU run, for kernels/cpu/library.py",
 }
 MAX_NAME_CHARACTERS = 80
-# Kubernetes sets these in every container beside a service whose name begins with `stratakv`.
+# Variables that Kubernetes sets in a container for a service whose name begins with `stratakv`.
 _SERVICE_LINK = re.compile(r".*_SERVICE_(HOST|PORT|PORT_.+)|.*_PORT_\d+_(TCP|UDP|SCTP)(_.+)?")
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.+")
 
@@ -55,8 +54,8 @@ _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.+")
 @dataclass(frozen=True, slots=True)
 class Given:
     value: Any
-    kind: str  # FLAG | VARIABLE | FILE
-    origin: str  # as the user wrote it: `--port`, `STRATAKV_PORT`, `port of x.yaml`
+    kind: str  # the layer of the value: FLAG, VARIABLE or FILE
+    origin: str  # the name that the user wrote: `--port`, `STRATAKV_PORT`, `port of x.yaml`
 
 
 Layer = Mapping[str, Given]
@@ -81,12 +80,12 @@ class Settings:
         return {name: each.value for name, each in self.given.items() if name in SERVER_OPTIONS}
 
     def explain(self, error: ConfigError) -> ConfigError:
-        """Return the error with a text that adds the origins of the options it names."""
+        """Return the error with the origins of the options that the error's text names."""
         return ConfigError(_with_origins(str(error), self.given))
 
     @property
     def summary(self) -> str:
-        """The number of options from each kind of layer, as text; empty if no option was given."""
+        """A text with the number of options from each layer; empty if no option was given."""
         counts = Counter(each.kind for each in self.given.values())
         places = {FLAG: "the command line", VARIABLE: "the environment", FILE: str(self.file)}
         return ", ".join(f"{counts[kind]} by {places[kind]}" for kind in places if counts[kind])
@@ -100,8 +99,8 @@ class Settings:
 def resolve(
     flags: Mapping[str, Any], environ: Mapping[str, str], config: str | None = None
 ) -> Settings:
-    """Read the options of all layers. `flags` maps names or aliases to values; `config` is the file
-    that the flag --config names.
+    """Read the options of all layers. `flags` maps names or aliases to values; `config` is the path
+    of the file that the flag --config names.
 
     Raises ConfigError for an unknown name, a value of the wrong kind, and two spellings of one
     option in one layer. Contradictions between options are detected when the options are used."""
@@ -118,14 +117,14 @@ def resolve(
 
 
 def read_config_settings(path: Path) -> Settings:
-    """Read the settings of one file alone. Raises ConfigError, like `resolve`."""
+    """Read the settings of one file, without other layers. Raises ConfigError, like `resolve`."""
     read = _read_file(path)
     return Settings(_merge([read.values, read.implied]), tuple(read.notes), path)
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """The options of one layer: given values, values that aliases imply, and notes."""
+    """The options of one layer: given values, values that aliases imply, and notes for the log."""
 
     values: dict[str, Given]
     implied: dict[str, Given]
@@ -166,7 +165,7 @@ def _put(values: dict[str, Given], name: str, given: Given) -> None:
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
-    """Return the options in environment variables. Raises ConfigError for an invalid variable."""
+    """Return the options that environment variables set. Raises ConfigError for a bad variable."""
     known = {variable_of(name): name for name in SCHEMA}
     layer = {}
     for variable, value in environ.items():
@@ -182,7 +181,7 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
 
 
 def is_service_link(variable: str, value: str) -> bool:
-    """Whether Kubernetes has set this variable for a service whose name begins with `stratakv`."""
+    """Return whether Kubernetes has set a variable, for a service with a name like `stratakv…`."""
     if _SERVICE_LINK.fullmatch(variable):
         return True
     return variable.endswith("_PORT") and _SERVICE_URL.fullmatch(value) is not None
@@ -198,7 +197,7 @@ def _explain_unknown(variable: str, known: Mapping[str, str]) -> str:
     explained = explain_not_built(shown, variable.removeprefix(VARIABLE_PREFIX).lower())
     if explained:
         return f"{explained}; unset it"
-    # Compare names without the prefix, which would make any two variables similar.
+    # Names are compared without the prefix, which would make any two variables similar.
     ends = [name.removeprefix(VARIABLE_PREFIX) for name in (*known, *OTHER_VARIABLES)]
     near = did_you_mean(variable.removeprefix(VARIABLE_PREFIX), ends)
     near = re.sub(r"\b([A-Z][A-Z_]*)", rf"{VARIABLE_PREFIX}\1", near)
@@ -206,7 +205,7 @@ def _explain_unknown(variable: str, known: Mapping[str, str]) -> str:
 
 
 def _merge(layers: Sequence[Layer]) -> dict[str, Given]:
-    """Return each option's value from the first layer that has it; the first is the highest."""
+    """Return each option's value from the first of the `layers` that has the option."""
     merged: dict[str, Given] = {}
     for layer in layers:
         hidden = {other for name, given in merged.items() for other in hides(name, given.value)}
@@ -217,7 +216,7 @@ def _merge(layers: Sequence[Layer]) -> dict[str, Given]:
 
 
 def _with_origins(message: str, given: Layer) -> str:
-    """Add to a message the origins of the options that it names, unless all came from flags."""
+    """Return the message with the origins of the options in it, unless all came from flags."""
     named = {
         name: given[name]
         for flag, model in _NAMES_IN_TEXT.findall(message)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SCHEMA`: the options of engine and server that environment variables and files may set."""
+"""`SCHEMA`: the options of engine and server, which environment variables and files may set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .engine_config import EngineConfig
 from .engine_options import OPTIONS
 from .server_options import SERVER_OPTIONS, ServerConfig
 
-MODEL = "model"  # the only option that is no flag but an argument
+MODEL = "model"  # the only option that is a positional argument, and not a flag
 VARIABLE_PREFIX = "STRATAKV_"
 
 MODEL_OPTION = Option(
@@ -28,7 +28,7 @@ SCHEMA: Mapping[str, Option] = {MODEL: MODEL_OPTION, **OPTIONS, **SERVER_OPTIONS
 
 
 def variable_of(name: str) -> str:
-    """Return the environment variable of an option: STRATAKV_BLOCK_SIZE for `block_size`."""
+    """Return the environment variable of an option, such as STRATAKV_BLOCK_SIZE."""
     return VARIABLE_PREFIX + name.upper()
 
 

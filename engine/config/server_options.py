@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the HTTP server; each field is an option too."""
+"""The settings of the HTTP server; each field of `ServerConfig` is an option."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class ServerConfig:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for options that together have no effect or an unsafe effect."""
+        """Raise ConfigError for a combination of options that has no effect or an unsafe effect."""
         self._check_origins()
         self._check_tls()
 

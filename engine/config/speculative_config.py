@@ -12,12 +12,12 @@ from ...tiers.settings.values import ConfigError
 
 DRAFT_MODEL = "draft_model"
 EAGLE = "eagle"
-OF_MODELS = (DRAFT_MODEL, EAGLE)  # methods that need a model
+OF_MODELS = (DRAFT_MODEL, EAGLE)  # methods that need a second model, which makes draft tokens
 METHODS = ("none", "ngram", "suffix", *OF_MODELS)
 MAX_DRAFTS = 64
-# Most drafts of a model whose layers carry states: the states of each draft take tens of megabytes.
+# Limit of drafts for a model with recurrent states, which take tens of megabytes for each draft.
 MOST_WITH_STATES = 4
-_MAX_LOOKUP = 256  # tokens
+_MAX_LOOKUP = 256  # limit of the tokens of an n-gram
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class SpeculativeConfig:
         return self.method != "none"
 
     def most_drafts(self, *, has_states: bool) -> int:
-        """Return the maximum number of a request's draft tokens in a step; 0 for none. The number
-        is lower if layers carry states, because each draft then takes memory."""
+        """Return the maximum number of a request's draft tokens in a step; 0 without speculation. A
+        model with recurrent states (`has_states`) has a lower maximum, to save memory."""
         if not self.is_on:
             return 0
         return min(self.num_tokens, MOST_WITH_STATES) if has_states else self.num_tokens

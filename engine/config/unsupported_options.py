@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's options for features that StrataKV lacks, each with a reason and an alternative.
 
-The error for such an option has this reason instead of a suggestion of a similarly named option."""
+The error for an unsupported option has the reason instead of the most similar option's name."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ _BY_REASON: Mapping[str, str] = {
 NOT_BUILT: Mapping[str, str] = {
     name: reason for reason, names in _BY_REASON.items() for name in names.split()
 }
-# vLLM's abbreviations on a command line.
+# vLLM's short names of options on a command line.
 _SHORT: Mapping[str, str] = {
     "tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size",
     "dcp": "decode_context_parallel_size", "ep": "enable_expert_parallel", "q": "quantization",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's names for options, accepted as flags and in files, so that vLLM's command lines work here.
+"""vLLM's names of options, accepted as flags and in files, so that vLLM's command lines work here.
 
-Each name stands for an option of StrataKV, or is accepted only with values that change nothing, or
-is refused with the reason and a remedy. An option without an effect is noted in the log."""
+Each name of vLLM stands for an option of StrataKV, or is accepted only with values that change
+nothing, or is refused with a reason and a remedy. The log notes options without an effect."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ _SPECULATIVE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The options of StrataKV that an alias stands for, with their parsed values."""
+    """The options of StrataKV, with parsed values, that an alias with a value stands for."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
-    implied: Mapping[str, Any] = field(default_factory=dict)  # used if no layer gives the option
-    note: str = ""  # a line for the log
+    implied: Mapping[str, Any] = field(default_factory=dict)  # values if no layer sets the option
+    note: str = ""  # a line for the log about an option without effect
 
 
-Translate = Callable[[str, Any], Meaning]  # (how it was called, value)
+Translate = Callable[[str, Any], Meaning]  # arguments: the option as the user wrote it, the value
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
     translate: Translate
-    metavar: str = ""  # empty: a switch with --no-
-    is_server: bool = False  # not a flag of `generate`
+    metavar: str = ""  # empty: a switch, which also exists with the prefix --no-
+    is_server: bool = False  # True: a flag of `serve` only, not of `generate`
 
 
 _NOTHING = Meaning()
@@ -60,7 +60,7 @@ def _renamed(name: str, read: readers.Reader) -> Translate:
 
 
 def _only(*neutral: str, way: str) -> Translate:
-    """Accept the `neutral` values, which ask for what StrataKV does anyway; refuse all others."""
+    """Accept the `neutral` values, which StrataKV fulfils anyway, and refuse all other values."""
 
     def translate(called: str, value: Any) -> Meaning:
         if readers.word(value) not in neutral:
@@ -72,7 +72,7 @@ def _only(*neutral: str, way: str) -> Translate:
 
 
 def _refused(way: str) -> Translate:
-    """Refuse every value except those that switch the feature off, such as "false"."""
+    """Refuse every value that does not switch the feature off, as "false" does."""
 
     def translate(called: str, value: Any) -> Meaning:
         if readers.word(value) in ("0", "0.0", "false", "no", "off"):
@@ -118,7 +118,7 @@ def _pooler_config(called: str, value: Any) -> Meaning:
 
 
 def _speculative_config(called: str, value: Any) -> Meaning:
-    """Read vLLM's object for speculative decoding by n-grams, by suffixes or by a model."""
+    """Read vLLM's object for speculative decoding with n-grams, suffixes or a draft model."""
     given = _object_of(value)
     if given is None or not given.keys() & {"method", "model"}:
         raise ConfigError(
@@ -133,7 +133,7 @@ def _speculative_config(called: str, value: Any) -> Meaning:
             f"{called} takes {' or '.join(known)} as its method here, not "
             f"{format_value(given['method'])}: drafts of such heads are not built"
         )
-    if given.get("draft_tensor_parallel_size") == 1:  # an engine has one device anyway
+    if given.get("draft_tensor_parallel_size") == 1:  # an engine of StrataKV has one device
         del given["draft_tensor_parallel_size"]
     if others := given.keys() - _SPECULATIVE_NAMES.keys():
         raise ConfigError(
@@ -141,13 +141,13 @@ def _speculative_config(called: str, value: Any) -> Meaning:
             f"{format_value(min(others, key=str))}"
         )
     bounds = [name for name in ("prompt_lookup_min", "prompt_lookup_max") if name in given]
-    if len(bounds) == 1:  # as in vLLM, one given bound is both bounds
+    if len(bounds) == 1:  # as in vLLM, a single given bound is the minimum and the maximum
         given |= dict.fromkeys(("prompt_lookup_min", "prompt_lookup_max"), given[bounds[0]])
     return Meaning({_SPECULATIVE_NAMES[name]: value for name, value in given.items()})
 
 
 def _object_of(value: Any) -> dict[str, Any] | None:
-    """Return a dict from JSON text or from a dict; None for any other value."""
+    """Return a new dict from a JSON text or a dict; None for any other value."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

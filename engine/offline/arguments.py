@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the arguments of `LLM`, and turns them into one value for each prompt.
+"""Checks the arguments of `LLM`'s methods, and converts each argument to one value per prompt.
 
-All functions raise ValueError with the expected and the given value."""
+All functions of this module raise ValueError with the expected and the given value."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..request.sampling_params import SamplingParams, check_params_for_embeds
 
 Prompt = str | Sequence[int] | npt.NDArray[Any]
 Conversation = Sequence[Mapping[str, Any]]
-# Iterable types that are not lists: they hold other values, or have no order.
+# Iterable types that are refused as lists, because their items are no prompts or have no order.
 NO_LISTS = (bytes, bytearray, memoryview, dict, set, frozenset)
 
 
 def prompts_in(prompts: Any) -> list[Any]:
-    """Return the prompts of a call as a list; a single text becomes a list of one prompt."""
+    """Return the prompts of a call as a list. A single text becomes a list of one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, NO_LISTS) or not hasattr(prompts, "__iter__"):
@@ -32,7 +32,7 @@ def prompts_in(prompts: Any) -> list[Any]:
 
 
 def check_salt(salt: object) -> None:
-    """Raise ValueError for a salt that is not a text of valid Unicode."""
+    """Raise ValueError for a cache salt that is not a text of valid Unicode."""
     try:
         is_text = isinstance(salt, str) and salt.encode() is not None
     except UnicodeEncodeError:
@@ -48,7 +48,7 @@ def type_name(value: object) -> str:
 def params_for(
     count: int, given: SamplingParams | Sequence[SamplingParams] | None, what: str
 ) -> Sequence[SamplingParams]:
-    """Return sampling parameters for each of `count` prompts; the defaults if none are given."""
+    """Return sampling parameters for each of `count` prompts, by default SamplingParams()."""
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * count
     if not isinstance(given, list | tuple):
@@ -63,7 +63,7 @@ def params_for(
 
 
 def priorities_for(count: int, given: Sequence[int] | None, what: str) -> Sequence[int]:
-    """Return a priority for each of `count` prompts; 0 if none are given."""
+    """Return a priority for each of `count` prompts, by default 0."""
     if given is None:
         return [0] * count
     if not isinstance(given, list | tuple):
@@ -77,7 +77,7 @@ def priorities_for(count: int, given: Sequence[int] | None, what: str) -> Sequen
 
 
 def conversations_in(messages: Any) -> list[Any]:
-    """Return the conversations of a call as a list; `messages` is one conversation or several."""
+    """Return the conversations in `messages`, one conversation or a list of them, as a list."""
     if isinstance(messages, list | tuple):
         if all(isinstance(each, list | tuple) for each in messages):
             return list(messages)
@@ -91,7 +91,7 @@ def conversations_in(messages: Any) -> list[Any]:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Put `what` and a colon before the text of a ValueError that the block raises."""
+    """Add `what` and a colon in front of the text of a ValueError that the block raises."""
     try:
         yield
     except ValueError as error:
@@ -99,7 +99,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 def check_switch(name: str, value: object) -> None:
-    """Raise ValueError for any value except True and False, also for 0 and 1."""
+    """Raise ValueError for any value except True and False; 0 and 1 are refused too."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} takes True or False, not {format_value(value)}")
 
@@ -107,8 +107,8 @@ def check_switch(name: str, value: object) -> None:
 def embeds_extras(
     prompt: npt.NDArray[Any], params: SamplingParams, ready: Ready, longest: int
 ) -> RequestExtras:
-    """Check a prompt of embeddings with the engine core's own checks, and pack it into the
-    request's extras. Raises ValueError."""
+    """Return a request's extras with a prompt of embeddings, after the engine core's own checks of
+    the prompt. Raises ValueError."""
     check_params_for_embeds(params)
     data = write_embeds(prompt)
     read_embeds(data, ready.hidden_size, longest, ready.largest_embedding)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beam search in the Python API: the sampling parameters for the engine, and the outputs."""
+"""Beam search in the Python API: makes the engine's sampling parameters, and the outputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def params_of_beams(params: BeamSearchParams) -> SamplingParams:
 def beam_search_output(
     answer: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer | None
 ) -> BeamSearchOutput:
-    """Return the answers of a beam search, the choices of `answer`, in vLLM's form."""
+    """Return the answers of a beam search, which are the choices of `answer`, in vLLM's form."""
     prompt = answer.prompt_token_ids
     return BeamSearchOutput([_sequence(each, prompt, params, tokenizer) for each in answer.outputs])
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ChatPictures: the pictures in conversations for `LLM.chat`.
+"""`ChatPictures`: reads the pictures in conversations for `LLM.chat`.
 
 A picture is a PIL image, in a part of the type `image` or `image_pil` (the names of transformers
-and of vLLM), or a `data:` URL in a part of the type `image_url`. The server's rules hold for URLs.
-A PIL image is read as transformers' processors read it: without its metadata, and on a white ground
-if it is transparent."""
+and of vLLM), or a `data:` URL in a part of the type `image_url`. `data:` URLs have the HTTP
+server's limits. A PIL image is processed as by transformers: without metadata, and a transparent
+image on a white ground."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from ..request.pictures import MAX_PICTURES
 
 _FIELDS = {"image": "image", "image_pil": "image_pil"}
 _URLS = {"image_url": "image_url", "input_image": "image_url"}
-# The form in which the HTTP API has a picture; the renderer needs no more than its place.
+# A picture's part in the HTTP API's form. The URL is empty, because only the place is rendered.
 _SHOWN = {"type": "image_url", "image_url": ""}
 
 
 class ChatPictures:
-    """Reads the pictures of one model. `token_id` is the token of its placeholder."""
+    """Reads pictures for one model. `token_id`: the token of the model's picture placeholder."""
 
     def __init__(self, processor: PictureProcessor, token_id: int) -> None:
         self.processor, self.token_id = processor, token_id
 
     @classmethod
     def load(cls, path: Path) -> ChatPictures | None:
-        """Make the reader of the model under `path`; None for a model that reads text alone. Raises
-        ConfigError for settings of the model that are not supported."""
+        """Return the reader for the model at `path`; None for a model that reads only text. Raises
+        ConfigError for unsupported settings of the model."""
         spec = load_model_spec(path).vision
         return None if spec is None else cls(load_processor(path, spec), spec.token_id)
 
     def take_pictures(self, messages: Sequence[Any]) -> tuple[list[Any], list[ProcessedPicture]]:
-        """Return the messages in the form of the HTTP API, and their pictures in order. Raises
-        ValueError with the place of a picture that cannot be read."""
+        """Return the messages in the form of the HTTP API, and the messages' pictures in order.
+        Raises ValueError with the place of a picture that cannot be read."""
         shown: list[Any] = []
         pictures: list[ProcessedPicture] = []
         for number, message in enumerate(messages):
@@ -67,7 +67,7 @@ class ChatPictures:
         return shown, pictures
 
     def _read_part(self, place: str, part: Any) -> ProcessedPicture | None:
-        """Read the picture of a part; None for a part of another type."""
+        """Return the picture of a content part; None for a part of another type."""
         kind = part.get("type") if isinstance(part, Mapping) else None
         try:
             if kind in _FIELDS:

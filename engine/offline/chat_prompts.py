@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ChatPrompts: makes prompts of conversations for `LLM.chat`."""
+"""`ChatPrompts`: converts conversations to prompts for `LLM.chat`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class ChatPrompt(NamedTuple):
 
 
 class ChatPrompts:
-    """The chat template of one model, and its reader of pictures."""
+    """Converts conversations for one model, with its chat template and picture processor."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, template: str | None) -> None:
-        """`template` replaces the model's own. Raises ValueError if there is no template, or if it
-        cannot be compiled; ConfigError for settings of pictures that are not supported."""
+        """Load the chat template, or use `template` instead. Raises ValueError without a valid
+        template, and ConfigError for unsupported settings of pictures."""
         self._tokenizer = tokenizer
         self._pictures = ChatPictures.load(path)
         self._renderer = ConversationRenderer(
@@ -45,15 +45,15 @@ class ChatPrompts:
         tools: Sequence[Mapping[str, object]] | None,
         max_tokens: int,
     ) -> ChatPrompt:
-        """Make the prompt of one conversation. `max_tokens` limits the work for a text that is too
-        long. Raises ValueError for invalid messages and for pictures that cannot be read."""
+        """Return the prompt of one conversation. The tokenizer may stop after `max_tokens` tokens.
+        Raises ValueError for invalid messages and for pictures that cannot be read."""
         reader, pictures = self._pictures, list[ProcessedPicture]()
         if reader is not None:
             messages, pictures = reader.take_pictures(messages)
         text = await self._renderer.render(messages, options, tools)
         if reader is not None:
             text = expand_placeholders(text, pictures, reader.processor.placeholder)
-        # The template has written the special tokens already.
+        # No special tokens are added, because the chat template has written the special tokens.
         ids = self._tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
         if reader is None:
             return ChatPrompt(text, ids, [])

@@ -26,11 +26,11 @@ class EventLoopThread:
 
     @property
     def is_here(self) -> bool:
-        """Whether the thread runs in this process; a forked child process has no such thread."""
+        """Whether the thread runs in this process. A forked child process lacks the thread."""
         return self._process_id == os.getpid()
 
     def run(self, awaitable: Awaitable[T]) -> T:
-        """Await `awaitable` on the loop and return its result. KeyboardInterrupt cancels it."""
+        """Return the result of `awaitable`, run on the loop. KeyboardInterrupt cancels the run."""
 
         async def waiting() -> T:
             return await awaitable
@@ -43,7 +43,7 @@ class EventLoopThread:
             raise
 
     def close(self) -> None:
-        """Cancel running tasks and end the thread. Idempotent; does nothing in a forked child."""
+        """Cancel running tasks and end the thread. Idempotent, and without effect in a fork."""
         if self._loop.is_closed() or not self.is_here:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)

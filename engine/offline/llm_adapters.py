@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LlmAdapters: the adapters of an `LLM`, loaded and unloaded between its calls."""
+"""`LlmAdapters`: loads and unloads the LoRA adapters of an `LLM`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Waiter(Protocol):
-    """The part of `LLM` that is needed here."""
+    """The attributes of `LLM` that `LlmAdapters` uses."""
 
     @property
     def client(self) -> EngineClient: ...
@@ -26,7 +26,7 @@ class Waiter(Protocol):
 
 
 class LlmAdapters:
-    """The adapters of one engine, by name."""
+    """The LoRA adapters of one engine, by name."""
 
     def __init__(self, llm: Waiter, loaded: Iterable[LoadedAdapter]) -> None:
         self._llm, self._served = llm, ServedAdapters(loaded)
@@ -36,9 +36,9 @@ class LlmAdapters:
         return [each.name for each in self._served.loaded]
 
     def load(self, name: str, path: str | Path, *, replaces: bool = False) -> LoadedAdapter:
-        """Load the adapter that PEFT has saved in a folder. With `replaces` the name may be in use;
-        requests that run keep the adapter that they began with. Raises ValueError if it cannot be
-        used."""
+        """Load the adapter that PEFT has saved in the folder `path`. `replaces`: the name may be in
+        use, and running requests keep the replaced adapter. Raises ValueError for an adapter that
+        cannot be used."""
         name, folder = adapter_name("name", name), read_path("path", path)
         client = self._llm.client
         return self._llm.wait_for(
@@ -46,11 +46,11 @@ class LlmAdapters:
         )
 
     def unload(self, name: str) -> None:
-        """Forget an adapter; requests that run keep it. Raises ValueError for an unknown one."""
+        """Remove an adapter, which running requests keep. Raises ValueError for an unknown name."""
         self._llm.wait_for(self._served.unload_adapter(self._llm.client, name))
 
     def check_name(self, name: object) -> None:
-        """Raise ValueError unless an adapter has this name, or it is empty."""
+        """Raise ValueError for a name that is neither "" nor the name of an adapter."""
         if name != "" and (not isinstance(name, str) or name not in self._served):
             known = ", ".join(self.names) or "none"
             raise ValueError(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The results of the Python API: an answer to each prompt, with one choice or several.
 
-Fields that vLLM has too have the same names. `ProgressLine` shows progress on a terminal."""
+Fields that vLLM also has, have vLLM's names. `ProgressLine` shows progress on a terminal."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from ..request.logprobs import PositionLogprobs, PromptLogprobs
 from ..request.pooling import finish_vector
 from ..text.output_processor import TextOutput
 
-# Shorter calls write no line; longer calls rewrite it at this interval.
+# The interval in which the progress line is rewritten. A call that is shorter writes no line.
 PROGRESS_SECONDS = 1.0
 
 
 class Logprob(NamedTuple):
-    """The natural log-probability of a token at a position. `rank` 1 is the likeliest token."""
+    """The natural log-probability of a token at a position. The likeliest token has `rank` 1."""
 
     logprob: float
     rank: int
-    decoded_token: str | None  # None without a tokenizer
+    decoded_token: str | None  # None for a model without a tokenizer
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """A choice of an answer. `logprobs` has, for each of `token_ids`, a map from token ids to
-    `Logprob` with this token first; None if not requested. `position_logprobs` has the same data.
-    `timings` maps names to seconds. `cached_tokens_by_tier` includes the pool."""
+    """A choice of an answer. `logprobs` (None if not requested) has, for each token, a map from
+    likely token ids to `Logprob`, the token itself first; `position_logprobs` has the same data.
+    `timings` maps names of phases to seconds. `cached_tokens_by_tier` includes the KV pool."""
 
-    index: int  # among the choices of its prompt
-    text: str = ""  # without thoughts, in chats
+    index: int  # the choice's number among the choices of the prompt
+    text: str = ""  # in chats, the text without thoughts
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error" | ...
-    stop_reason: int | str | None = None  # the stop string or stop token id that ended it
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended the choice
     logprobs: list[dict[int, Logprob]] | None = None
     reasoning: str = ""  # the thoughts of a chat's answer
     num_reasoning_tokens: int = 0
@@ -50,8 +50,8 @@ class CompletionOutput:
     cached_tokens_by_tier: dict[str, int] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
     position_logprobs: list[PositionLogprobs] = field(default_factory=list)
-    # If the engine reports experts: uint8 or uint16 `[tokens, layers with experts, experts per
-    # token]`, from the first requested token on (default: the prompt's), without the last token.
+    # The experts of each token, if requested: uint8 or uint16 `[tokens, layers with experts,
+    # experts per token]`, from the first requested token (default: the first) to the last but one.
     routed_experts: npt.NDArray[Any] | None = field(default=None, repr=False)
 
     @property
@@ -62,7 +62,7 @@ class CompletionOutput:
         return sum(entry.logprobs[0] for entry in self.position_logprobs)
 
     def finished(self) -> bool:
-        """Whether the choice has ended, perhaps by an error. `finished` is a method, as in vLLM."""
+        """Return whether the choice has ended, perhaps with an error; a method as in vLLM."""
         return self.finish_reason is not None
 
     def add(self, part: TextOutput) -> None:
@@ -81,7 +81,7 @@ class CompletionOutput:
             self.routed_experts = part.routed_experts
 
     def fail(self, error: str) -> None:
-        """End the choice with the finish reason "error" and this text."""
+        """End the choice with the finish reason "error" and the text `error`."""
         self.finish_reason, self.stop_reason, self.error = "error", None, error
 
     def name_logprobs(self, text_of: Callable[[int], str | None]) -> None:
@@ -102,10 +102,10 @@ class BeamSearchSequence:
     """An answer of a beam search. `tokens` and `text` begin with the prompt, as in vLLM."""
 
     tokens: list[int]
-    logprobs: list[dict[int, Logprob]]  # of the tokens after the prompt
-    text: str | None  # None without a tokenizer
+    logprobs: list[dict[int, Logprob]]  # an entry for each token after the prompt
+    text: str | None  # None for a model without a tokenizer
     cum_logprob: float  # log-probability of the tokens after the prompt
-    score: float  # sort key of the answers
+    score: float  # the number by which the answers are sorted
     finish_reason: str | None
     error: str | None = None
 
@@ -125,9 +125,9 @@ class RequestOutput:
     request_id: str
     prompt: str | None  # None for a prompt given as token ids or numbers
     prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]  # `n` choices
+    outputs: list[CompletionOutput]  # the `n` choices of the answer
     prompt_logprobs: PromptLogprobs | None = None
-    embedding: bytes | None = field(default=None, repr=False)  # as the engine sent it
+    embedding: bytes | None = field(default=None, repr=False)  # the bytes that the engine sent
 
     def add(self, index: int, part: TextOutput) -> None:
         self.outputs[index].add(part)
@@ -138,7 +138,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has ended, perhaps by an error."""
+        """Whether every choice has ended, perhaps with an error."""
         return all(choice.finished() for choice in self.outputs)
 
     @property
@@ -176,7 +176,7 @@ class RequestOutput:
 
     @property
     def logprobs(self) -> list[PositionLogprobs]:
-        """The first choice's `position_logprobs`; empty if the request asks for none."""
+        """The first choice's `position_logprobs`; empty if log-probabilities were not requested."""
         return self.outputs[0].position_logprobs
 
 
@@ -223,7 +223,7 @@ class EmbeddingRequestOutput:
 
 
 class ProgressLine:
-    """A line such as `3 of 12 answers, 250 tokens/s`, which `keep_redrawing` rewrites in place."""
+    """A progress line such as `3 of 12 answers, 250 tokens/s`, rewritten by `keep_redrawing`."""
 
     def __init__(self, total: int, stream: TextIO) -> None:
         self._total, self._stream = total, stream
@@ -232,7 +232,7 @@ class ProgressLine:
 
     @classmethod
     def create_for_terminal(cls, num_prompts: int, total: int) -> ProgressLine | None:
-        """Return a line for several prompts if standard error is a terminal, else None."""
+        """Return a line for several prompts; None for one prompt or without a terminal."""
         stream = sys.stderr
         if num_prompts < 2 or stream is None or stream.closed or not stream.isatty():
             return None
@@ -246,7 +246,7 @@ class ProgressLine:
 
     async def keep_redrawing(self) -> None:
         """Rewrite the line at intervals until this task is cancelled, then end the line."""
-        # A terminal may disappear; the answers must not be lost with it.
+        # An error of writing is ignored: the answers must not be lost if the terminal is closed.
         with contextlib.suppress(OSError, ValueError):
             try:
                 while True:

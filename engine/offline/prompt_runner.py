@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the prompts of a Python API call as one request for each choice.
+"""`PromptRunner`: runs the prompts of a Python API call as one request for each choice.
 
 The choices of a prompt start together, so that the prompt is computed once. A failed request does
-not end other requests. A `PromptRunner` may be used in one event loop only."""
+not end other requests. Use a `PromptRunner` in one event loop only."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 class CheckedPrompt(NamedTuple):
-    request: AddRequest  # for all its choices
-    text: str | None  # None for token ids and numbers
-    # Whether the answer begins inside a thought; None: thoughts are not split off.
+    request: AddRequest  # the request for all choices of the prompt
+    text: str | None  # None for a prompt of token ids or embeddings
+    # Whether the answer begins inside a thought; None: thoughts stay in the answer's text.
     is_inside: bool | None = None
-    beams: BeamSearchParams | None = None  # set for a beam search, whose answers are the choices
+    beams: BeamSearchParams | None = None  # a beam search, whose answers become the choices
 
 
 class Run(NamedTuple):
@@ -41,9 +41,9 @@ class Run(NamedTuple):
 
     request: AddRequest
     answer: RequestOutput
-    child: int  # index of the choice in its answer
+    child: int  # the index of the choice in `answer.outputs`
     thoughts: Thoughts | None
-    may_begin: asyncio.Event  # shared by all choices that begin together
+    may_begin: asyncio.Event  # the start signal, the same for all choices that start together
 
 
 class PromptRunner:
@@ -61,7 +61,7 @@ class PromptRunner:
         self._max_at_once = max_at_once
 
     async def run(self, prompts: Sequence[CheckedPrompt], *, use_tqdm: bool) -> list[RequestOutput]:
-        """Return the answers in order. A failed choice has an error text. Raises EngineDead."""
+        """Return the prompts' answers in order. A failed choice has `error`. Raises EngineDead."""
         answers = [self._new_answer(prompt) for prompt in prompts]
         runs = [
             run
@@ -69,7 +69,7 @@ class PromptRunner:
             for run in self._runs_of(prompt, answer)
         ]
         line = ProgressLine.create_for_terminal(len(answers), len(runs)) if use_tqdm else None
-        places = asyncio.Semaphore(self._max_at_once)  # the core limits its queue
+        places = asyncio.Semaphore(self._max_at_once)  # the engine core's queue has a limit
         tasks = [asyncio.ensure_future(self._run_one(run, places, line)) for run in runs]
         tasks.append(asyncio.ensure_future(_begin_in_turn(runs, places)))
         showing = [] if line is None else [asyncio.ensure_future(line.keep_redrawing())]
@@ -82,7 +82,7 @@ class PromptRunner:
         return answers
 
     def name_logprobs(self, answers: Sequence[RequestOutput]) -> None:
-        """Set `logprobs` of every choice. This may take too long for an event loop."""
+        """Set `logprobs` of every choice, which may take too long for an event loop."""
         from ..api.token_texts import TokenTexts
 
         texts = TokenTexts(self._tokenizer)
@@ -138,7 +138,7 @@ class PromptRunner:
                         line.count_new_tokens(len(part.token_ids))
         except EngineDead:
             raise
-        except Exception as error:  # for example a panic of the tokenizer
+        except Exception as error:  # for example, a panic in the tokenizer's Rust code
             logger.exception("request %s failed", request.request_id)
             answer.outputs[child].fail(str(error) or type(error).__name__)
         finally:
@@ -148,8 +148,8 @@ class PromptRunner:
 
 
 async def _begin_in_turn(runs: Sequence[Run], places: asyncio.Semaphore) -> None:
-    """Start runs in order as places become free. Runs that share a `may_begin` event start
-    together, once each has a place."""
+    """Start runs in order, each when a place is free. Runs with the same `may_begin` event start
+    together, once each of these runs has a place."""
     for _, together in itertools.groupby(runs, key=lambda run: id(run.may_begin)):
         group = list(together)
         for _ in group:

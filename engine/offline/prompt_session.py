@@ -50,13 +50,13 @@ class PromptSession:
         self._cache_salt, self._adapter = cache_salt, adapter
         most = llm.max_prompt_tokens
         self._parts = PromptParts(llm.tokenizer, most)
-        self._request: AddRequest | None = None  # set when the first tokens are known
+        self._request: AddRequest | None = None  # set when the prompt has its first tokens
         self._has_ended = False
         self._feeding = threading.Lock()
 
     def feed(self, part: str | Sequence[int]) -> None:
-        """Add the next part of the prompt, a text or a list of token ids. The engine computes this
-        part before the rest arrives. Raises ValueError for an invalid part, after the last part,
+        """Add the next part of the prompt, a text or a list of token ids. The engine computes the
+        part before later parts arrive. Raises ValueError for an invalid part, after the last part,
         and while another thread adds a part."""
         with self._exclusively():
             tokens = self._parts.add_part(self._checked(part))
@@ -96,7 +96,7 @@ class PromptSession:
         self.close()
 
     def _checked(self, part: str | Sequence[int]) -> str | Sequence[int]:
-        """Return a text unchanged, or token ids as a list. Raises ValueError for other values."""
+        """Return a text unchanged, or token ids as a list. Raises ValueError for another value."""
         if isinstance(part, str):
             return part
         if isinstance(part, NO_LISTS) or not hasattr(part, "__iter__"):

@@ -1,3 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of requests: fetched or taken from the URL, checked, decoded, and processed to items of
-pixels."""
+"""Reads the pictures of requests from URLs, checks and decodes them, and makes arrays of pixels."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of a GIF file up to its first frame; comments and application data are left out."""
+"""Reads the blocks of a GIF file up to the first frame, without comments and application data."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .picture_file import ENDS_EARLY, PictureFile, PictureLimits, check_parts
 SIGNATURES = (b"GIF87a", b"GIF89a")
 _SCREEN_END = 13
 _EXTENSION, _FRAME, _TRAILER = 0x21, 0x2C, 0x3B
-_CONTROL = 0xF9  # the extension with the transparent colour
+_CONTROL = 0xF9  # the label of the extension that names the transparent colour
 _MAX_CONTROL_BYTES = 16
-# A block has up to 255 bytes, and an encoder fills it: 20 MiB have 82,240.
+# Limit of data blocks. A block has up to 255 bytes; a file of 20 MiB has 82,240 full blocks.
 _MAX_DATA_BLOCKS = 131_072
 
 
@@ -46,7 +46,7 @@ def read_gif(data: bytes, limits: PictureLimits) -> PictureFile:
     sides = (int.from_bytes(data[i : i + 2], "little") for i in range(at + 1, at + 9, 2))
     left, top, across, down = sides
     limits.check_size(across, down)
-    # A frame that reaches out of the screen makes the picture larger.
+    # A frame that extends beyond the file's logical screen makes the picture larger.
     width, height = max(width, left + across), max(height, top + down)
     limits.check_size(width, height)
     end = _end_of_blocks(data, at + 10 + _palette_bytes(data[at + 9]) + 1)
@@ -59,7 +59,7 @@ def _palette_bytes(flags: int) -> int:
 
 
 def _end_of_blocks(data: bytes, at: int) -> int:
-    """Return the place behind the empty block that ends the blocks at `at`."""
+    """Return the offset after the empty block that ends the row of data blocks at offset `at`."""
     for _ in range(_MAX_DATA_BLOCKS):
         if at >= len(data):
             raise PictureError(ENDS_EARLY)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One GET request over TLS to an address that was checked before.
+"""`download`: one GET request over TLS to an address that the caller has checked.
 
-The request accepts the body of a plain answer 200 only: no redirect, no compression, no body beyond
-the limit. It uses no proxy of the environment, and sends no cookie or key."""
+Only an answer 200 without compression and with a body within the limit is accepted; a redirect is
+refused. The request uses no proxy from the environment, and sends no cookie or key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .picture_errors import PictureError
 
 HTTPS_PORT = 443
 MAX_HEADER_BYTES = 32 * 1024
-# The body of an answer may come in tiny chunks, each of which takes time on the event loop.
+# Limit of the chunks of a body, because each chunk takes time on the event loop.
 MAX_BODY_PARTS = 32_768
 _READ_BYTES = 16 * 1024
 _SHOWN_CHARACTERS = 60
@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
     host: str
     port: int
-    target: str  # path and query
+    target: str  # the path and query of the URL
 
     @property
     def authority(self) -> str:
@@ -43,8 +43,8 @@ async def download(
     max_bytes: int,
     connect_seconds: float,
 ) -> bytes:
-    """Return the body at `place`, asked from the first of `addresses` that takes the connection.
-    Raises PictureError. The caller limits the time of the whole."""
+    """Return the body at `place`, from the first of `addresses` that accepts a connection. Raises
+    PictureError. The caller must limit the total time."""
     reader, writer = await _connect(place, addresses, tls, connect_seconds)
     try:
         return await _get(place, reader, writer, max_bytes)
@@ -72,7 +72,7 @@ async def _connect(
                         server_hostname=place.host,
                         limit=_READ_BYTES,
                     )
-                except (OSError, ValueError) as error:  # a certificate's error is an OSError
+                except (OSError, ValueError) as error:  # an invalid certificate raises an OSError
                     reason = _in_short(error)
     except TimeoutError:
         reason = f"not within {seconds:g} s"
@@ -107,7 +107,7 @@ async def _get(
         if event is h11.NEED_DATA:
             received = await reader.read(_READ_BYTES)
             num_received += len(received)
-            # Interim answers and the marks of chunks are bytes too.
+            # The received bytes also include informational answers and the framing of chunks.
             if num_received > 2 * max_bytes + MAX_HEADER_BYTES:
                 raise _too_large(place, max_bytes)
             connection.receive_data(received)
@@ -128,7 +128,7 @@ async def _get(
 
 
 def _check_answer(place: Place, answer: h11.Response, max_bytes: int) -> None:
-    """Raise PictureError unless the answer is a plain 200 with a body within the limit."""
+    """Raise PictureError unless the answer is an uncompressed 200 with a body within the limit."""
     status = answer.status_code
     if 300 <= status < 400:
         raise PictureError(

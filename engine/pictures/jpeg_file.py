@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The segments of a JPEG file: tables, frame and scans are kept, and the two that name the colours.
+"""Reads a JPEG file, and keeps the segments of tables, frame, scans and colour space.
 
-The size and the number of scans are known before anything is decoded: a file can have thousands of
-empty scans, each of which takes as long as a whole picture.
-"""
+The size and the number of scans are checked before the file is decoded, because a file can have
+thousands of empty scans, each of which takes as long to decode as a whole picture."""
 
 from __future__ import annotations
 
@@ -15,21 +14,21 @@ from .picture_file import ENDS_EARLY, PictureFile, PictureLimits, check_parts
 
 SIGNATURE = b"\xff\xd8\xff"
 _START, _END = b"\xff\xd8", b"\xff\xd9"
-# In the data of a scan, 0xff stands before 0, before the number of a restart, or before a segment.
+# In the data of a scan, 0xff is followed by 0, by a restart number, or by the mark of a segment.
 _NEXT_SEGMENT = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 _NOT_FILLING = re.compile(rb"[^\xff]")
 _HUFFMAN, _ARITHMETIC, _END_MARK, _SCAN, _TABLES, _RESTARTS = 0xC4, 0xCC, 0xD9, 0xDA, 0xDB, 0xDD
 _JFIF, _EXIF, _ADOBE = 0xE0, 0xE1, 0xEE
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {_HUFFMAN, 0xC8, _ARITHMETIC}
 _KEPT = _FRAMES | {_HUFFMAN, _ARITHMETIC, _TABLES, _RESTARTS}
-_ALONE = frozenset((0x01, *range(0xD0, 0xD8)))  # marks without a length
+_ALONE = frozenset((0x01, *range(0xD0, 0xD8)))  # marks of segments without length and data
 _KEPT_BY_NAME = {_JFIF: b"JFIF\x00", _ADOBE: b"Adobe"}
 _EXIF_NAME, _XMP_NAME = b"Exif\x00\x00", b"http://ns.adobe.com/xap/1.0/\x00"
 _LEAST_FRAME_BYTES = 8
 
 
 def read_jpeg(data: bytes, limits: PictureLimits) -> PictureFile:
-    """Return the picture in a JPEG file. Raises PictureError."""
+    """Return a JPEG file's pixels, without metadata, and orientation. Raises PictureError."""
     kept, exif, xmp = [_START], b"", b""
     width = height = num_frames = num_scans = num_parts = 0
     at = len(_START)
@@ -75,7 +74,7 @@ def read_jpeg(data: bytes, limits: PictureLimits) -> PictureFile:
 
 
 def _mark_at(data: bytes, at: int) -> int:
-    """Return the place of the 0xff before the next mark, behind filling 0xff bytes."""
+    """Return the offset of the 0xff before the next mark, after 0xff bytes that are padding."""
     if at + 2 > len(data):
         raise PictureError(ENDS_EARLY)
     if data[at] != 0xFF:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The orientation of a picture in its EXIF or XMP data: a number from 1 to 8.
+"""Reads the orientation of a picture, a number from 1 to 8, from EXIF or XMP data.
 
-Pillow reads all values of a directory, and a file can name the same megabytes for each of 65,535
-values, which versions before 13 copy. This reader looks at entries of twelve bytes alone. Damaged
-data means orientation 1.
-"""
+Pillow reads all values of an EXIF directory, and before version 13 copies the bytes of each; a file
+can name the same megabytes for each of 65,535 values. This module reads only entries, of twelve
+bytes each. With damaged data, the orientation is 1."""
 
 from __future__ import annotations
 
@@ -14,14 +13,14 @@ from typing import Literal
 UPRIGHT = 1
 _TAG = 0x0112
 _HEADER = b"Exif\x00\x00"
-_SIZES = {3: 2, 8: 2, 4: 4, 9: 4}  # type of a whole number → bytes
+_SIZES = {3: 2, 8: 2, 4: 4, 9: 4}  # EXIF type of an integer → bytes of the integer
 _ENTRY_BYTES = 12
-_INLINE_BYTES = 4  # of a value inside its entry
+_INLINE_BYTES = 4  # the bytes of a value that is stored inside an entry
 _IN_XMP = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 
 
 def find_orientation(exif: bytes, xmp: bytes = b"") -> int:
-    """Return the orientation, from EXIF if it has one, else from XMP, else UPRIGHT."""
+    """Return the orientation in `exif`, else the orientation in `xmp`, else UPRIGHT."""
     number = _in_exif(exif)
     if number is None:
         found = _IN_XMP.search(xmp)

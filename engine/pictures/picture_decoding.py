@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way from a picture's file to RGB pixels, equal to those of transformers' `load_image`.
+"""Decodes a picture's file to RGB pixels, the same pixels as from transformers' `load_image`.
 
-PNG, JPEG, WebP and GIF are read, and of a moving picture the first frame. The size is checked in
-the file's header, before Pillow is asked. Pillow gets a copy without metadata and allocates, at
-most, about 24 bytes for each pixel. It reads that copy in pieces and stops at the deadline.
-"""
+PNG, JPEG, WebP and GIF are supported; of an animation, the first frame is decoded. The size in the
+file's header is checked before Pillow gets the file. Pillow gets a copy without metadata, reads the
+copy in pieces until the deadline, and allocates at most about 24 bytes for each pixel."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 
-# Pillow looks for the plugins of all its formats if one that is asked for is not imported.
+# Pillow would import the plugins of all formats if the plugin of a requested format were missing.
 from PIL import (
     GifImagePlugin,
     Image,
@@ -31,7 +30,7 @@ DEFAULT_LIMITS = PictureLimits()
 _PLUGINS = (GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin)
 _WHITE = (255, 255, 255, 255)
 _SHOWN_BYTES = 8
-# EXIF's number → the change that makes the picture upright.
+# EXIF orientation → the transposition that makes the picture upright.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -46,7 +45,7 @@ _Read = Callable[[bytes, PictureLimits], PictureFile]
 
 
 class _TimedFile(io.BytesIO):
-    """A file in memory that refuses reads behind a deadline."""
+    """A file in memory whose `read` raises PictureError after a deadline."""
 
     def __init__(self, content: bytes, deadline: float) -> None:
         super().__init__(content)
@@ -58,7 +57,7 @@ class _TimedFile(io.BytesIO):
 
 
 def check_deadline(deadline: float) -> None:
-    """Raise PictureError if the deadline, a time of the monotonic clock, is over."""
+    """Raise PictureError after `deadline`, a time of the monotonic clock."""
     if time.monotonic() > deadline:
         raise PictureError(
             "it was not decoded in time; send a smaller picture, or the same one later"
@@ -71,8 +70,8 @@ def decode_picture(
     *,
     deadline: float = math.inf,
 ) -> Image.Image:
-    """Return the picture in `data` as an upright RGB image without its transparency, as
-    transformers reads a file. Raises PictureError and nothing else."""
+    """Return the picture in `data` as an upright RGB image without transparency, as transformers'
+    `load_image` does. Raises only PictureError."""
     file = read_picture_file(data, limits)
     check_deadline(deadline)
     try:
@@ -87,7 +86,7 @@ def decode_picture(
         raise PictureError(
             f"the header of its {file.kind} file is damaged; save it again"
         ) from error
-    except Exception as error:  # Pillow's decoders raise errors of ten types
+    except Exception as error:  # Pillow's decoders raise errors of many types
         raise PictureError(
             f"its {file.kind} file is damaged ({type(error).__name__}: {str(error)[:120]}); save "
             "it again"
@@ -95,7 +94,7 @@ def decode_picture(
 
 
 def read_picture_file(data: bytes, limits: PictureLimits = DEFAULT_LIMITS) -> PictureFile:
-    """Return the parts of a file that decide its pixels. Raises PictureError."""
+    """Return the parts of a file that determine the pixels. Raises PictureError."""
     if len(data) > limits.max_bytes:
         raise PictureError(
             f"its file has {len(data)} bytes, and at most {limits.max_bytes} are read; send a "
@@ -136,15 +135,14 @@ def _decode_file(file: PictureFile, deadline: float) -> Image.Image:
 
 
 def to_rgb_on_white(image: Image.Image) -> Image.Image:
-    """Return an image as RGB, on white if it is transparent, as the processors of transformers read
-    an image. The image itself stays as it is. Raises PictureError for pixels that cannot be
-    read."""
+    """Return an image as RGB, with white under transparent pixels, as transformers' processors do.
+    The given image is not changed. Raises PictureError for pixels that cannot be read."""
     try:
         if "A" in image.getbands() or image.info.get("transparency") is not None:
             ground = Image.new("RGBA", image.size, _WHITE)
             image = Image.alpha_composite(ground, image.convert("RGBA"))
         return _to_rgb(image)
-    except Exception as error:  # a lazy image reads its file now
+    except Exception as error:  # a lazy image of Pillow reads its file in `convert`
         raise PictureError(
             f"its pixels cannot be read ({type(error).__name__}: {str(error)[:120]})"
         ) from error
@@ -152,6 +150,6 @@ def to_rgb_on_white(image: Image.Image) -> Image.Image:
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     rgb = image.convert("RGB")
-    # A copy of an image has what its file says about it; pixels are all that is wanted.
+    # The converted image still has the file's metadata, which are removed.
     rgb.info = {}
     return rgb

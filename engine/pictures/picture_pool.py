@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PicturePool: threads that decode pictures beside the event loop.
+"""`PicturePool`: threads that decode pictures, so that the event loop is not blocked.
 
-A pool holds a bounded number of pictures, those of which a caller no longer waits included, and
-refuses the next one. Pillow's C code cannot be interrupted, so a thread may outlive its deadline
-until it reads the next piece of its file; its place is free when it ends.
-"""
+A pool accepts a limited number of pictures, and refuses more. A task for which no caller waits any
+longer counts too: Pillow's C code cannot be interrupted, so a thread may run beyond its deadline
+until Pillow reads the next piece of the file."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class PicturePool:
-    """Threads for tasks that end at a deadline."""
+    """Threads for tasks with a deadline."""
 
     def __init__(
         self,
@@ -38,8 +37,8 @@ class PicturePool:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="pictures")
 
     async def run_task(self, task: Callable[[float], Result]) -> Result:
-        """Run `task` in a thread and return its result. The task gets the deadline as a time of the
-        monotonic clock; what it raises is raised here. Raises PicturePoolFull and PictureError."""
+        """Return the result of `task`, run in a thread. The task gets its deadline, a time of the
+        monotonic clock. Raises the task's errors, PicturePoolFull, and PictureError if late."""
         if not self._places.acquire(blocking=False):
             raise PicturePoolFull(
                 "the server decodes as many pictures as it holds; send the request later"
@@ -61,7 +60,7 @@ class PicturePool:
             ) from None
 
     def close_pool(self) -> None:
-        """Drop waiting tasks. Running ones end at their deadline; the process waits for them."""
+        """Drop waiting tasks. Running tasks end at their deadline, and delay Python's exit."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _free_place(self, _: Future[Result]) -> None:

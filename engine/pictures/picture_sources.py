@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PictureSources: the bytes of a picture, out of a `data:` URL or from a host that is allowed.
+"""`PictureSources`: reads the bytes of a picture from a `data:` URL or an allowed host.
 
-A URL of another host is refused. The name of an allowed host is resolved once; if any of its
-addresses is not public, nothing is fetched, and otherwise one of the checked addresses is dialled.
-"""
+A URL of another host is refused. The name of an allowed host is resolved once. A host with an
+address that is not public is refused; else the picture is fetched from a checked address."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ from .picture_file import MAX_PICTURE_BYTES
 from .public_address import is_public_address
 
 MAX_URL_CHARACTERS = 8192
-MAX_FETCHES = 8  # at the same time; more wait
-MAX_DIALLED = 4  # addresses of a host
+MAX_FETCHES = 8  # downloads at the same time; more downloads wait
+MAX_DIALLED = 4  # addresses of a host that are tried
 CONNECT_SECONDS = 3.0
 TOTAL_SECONDS = 10.0
 _SHOWN_CHARACTERS = 60
@@ -36,14 +35,14 @@ _HTTPS = re.compile(
 )
 _HOST = re.compile(r"[a-z0-9_](?:[a-z0-9._-]*[a-z0-9])?")
 
-# A name server that does not answer holds a thread for long, and others use the loop's own threads.
+# Threads for name resolution only, because a name server that does not answer blocks a thread.
 _RESOLVERS = ThreadPoolExecutor(4, thread_name_prefix="resolve")
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 async def resolve_host(host: str, port: int) -> Sequence[str]:
-    """Return the addresses of a host, each with its zone if it has one. Raises OSError."""
+    """Return the IP addresses of a host, with the IPv6 zone if any. Raises OSError."""
     ask = partial(socket.getaddrinfo, host, port, 0, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     found = await asyncio.get_running_loop().run_in_executor(_RESOLVERS, ask)
     addresses = []
@@ -56,7 +55,7 @@ async def resolve_host(host: str, port: int) -> Sequence[str]:
 
 
 def host_as_ascii(host: str) -> str:
-    """Return a host's name in lower case and in the form of DNS. Raises ValueError."""
+    """Return a host's name in the ASCII form of DNS and in lower case. Raises ValueError."""
     name = host.encode("idna").decode("ascii").lower().removesuffix(".")
     if not _HOST.fullmatch(name) or ".." in name:
         raise ValueError(f"{host[:_SHOWN_CHARACTERS]!r} is no name of a host")
@@ -78,11 +77,11 @@ def bytes_of_data_url(url: str, max_bytes: int = MAX_PICTURE_BYTES) -> bytes:
             "a smaller picture"
         )
     try:
-        # Its strict mode takes padding after whole groups, too.
+        # The strict mode of a2b_base64 would accept padding after whole groups, so this is checked.
         if num_characters % 4 or url.endswith("==="):
             raise ValueError("wrong padding")
         data = binascii.a2b_base64(url[found.end() :], strict_mode=True)
-    except ValueError as error:  # binascii.Error, and characters beyond ASCII
+    except ValueError as error:  # binascii.Error, or a character that is not ASCII
         raise PictureError(
             f"its data: URL holds no strict base64 ({str(error)[:_SHOWN_CHARACTERS]}); use the "
             "standard alphabet with padding, without line breaks"
@@ -96,7 +95,7 @@ def bytes_of_data_url(url: str, max_bytes: int = MAX_PICTURE_BYTES) -> bytes:
 
 
 class PictureSources:
-    """Reads pictures from URLs. `domains` are names of hosts, with `:port` unless it is 443."""
+    """Reads pictures from URLs. `domains` are the allowed hosts, with `:port` if not 443."""
 
     def __init__(
         self,
@@ -119,7 +118,7 @@ class PictureSources:
         self._turns = asyncio.Semaphore(MAX_FETCHES)
 
     async def read_picture(self, url: str) -> bytes:
-        """Return the bytes of the picture at a URL, unchecked. Raises PictureError."""
+        """Return the unchecked bytes of the picture at a URL. Raises PictureError."""
         if url[:5].lower() == "data:":
             return bytes_of_data_url(url, self._max_bytes)
         place = self._allowed_place(url)
@@ -171,11 +170,11 @@ class PictureSources:
         return Place(host, port, (found["path"] or "/") + (found["query"] or ""))
 
     async def _checked_addresses(self, place: Place) -> Sequence[str]:
-        """Resolve the host and return its addresses, all of which are allowed."""
+        """Return the addresses of the host. Raises PictureError if an address is not allowed."""
         try:
             async with asyncio.timeout(self._connect_seconds):
                 addresses = await self._resolve(place.host, place.port)
-        except (OSError, UnicodeError):  # a time-out is an OSError
+        except (OSError, UnicodeError):  # asyncio's TimeoutError is an OSError
             addresses = ()
         if not addresses:
             raise PictureError(f"{place.host} has no address; check the URL")
@@ -187,7 +186,7 @@ class PictureSources:
         return addresses[:MAX_DIALLED]
 
     def _tls_context(self) -> ssl.SSLContext:
-        """Return the context of all connections, made once: reading the authorities takes time."""
+        """Return the TLS context of all connections, made once, as reading authorities is slow."""
         if self._tls is None:
             self._tls = ssl.create_default_context()
         return self._tls

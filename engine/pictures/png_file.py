@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chunks of a PNG file: those of its pixels are kept; texts, profiles and frames are not."""
+"""Reads a PNG file, and keeps the chunks of pixels, without texts, profiles and frames."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .picture_file import ENDS_EARLY, PictureFile, PictureLimits, check_parts, u
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _KEPT = frozenset((b"PLTE", b"tRNS", b"IDAT"))
 _MAX_PALETTE_BYTES = 768
-_FRAME_BYTES = 12  # length, name and checksum of a chunk
+_FRAME_BYTES = 12  # bytes of the length, name and checksum of a chunk
 _XMP = b"XML:com.adobe.xmp\x00"
-_RAW_EXIF = b"Raw profile type exif\x00"  # as ImageMagick writes it, in hexadecimal digits
+_RAW_EXIF = b"Raw profile type exif\x00"  # ImageMagick's chunk of EXIF data in hexadecimal digits
 
 
 def read_png(data: bytes, limits: PictureLimits) -> PictureFile:
-    """Return the picture in a PNG file. Raises PictureError."""
+    """Return a PNG file's pixels, without metadata, and orientation. Raises PictureError."""
     kept, exif, raw_exif, xmp = [SIGNATURE], b"", b"", b""
     width = height = 0
     at, num_parts, num_pixel_chunks = len(SIGNATURE), 0, 0
@@ -58,7 +58,7 @@ def read_png(data: bytes, limits: PictureLimits) -> PictureFile:
 
 
 def _international_text(text: bytes) -> bytes:
-    """The text behind its flags, language and translated keyword."""
+    """Return the text of an iTXt chunk, after flags, language and translated keyword."""
     is_packed = text[:1] == b"\x01"
     parts = text[2:].split(b"\x00", 2)
     if len(parts) < 3:

@@ -1,28 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check that an address belongs to the public internet, before a picture is fetched from it.
+"""`is_public_address`: the check of an IP address before a picture is fetched from the address.
 
-Addresses that carry another address inside (IPv4-mapped, NAT64, 6to4, Teredo) are refused, whatever
-they carry, because a router could lead them into the network of this server.
-"""
+Addresses that contain another address (IPv4-mapped, NAT64, 6to4, Teredo) are refused, because a
+router could forward packets for such an address into this server's network."""
 
 from __future__ import annotations
 
 import ipaddress
 
 _PUBLIC_IPV6 = ipaddress.IPv6Network("2000::/3")
-# Networks that some versions of Python take for public.
+# Refused networks that some versions of Python report as public.
 _REFUSED = tuple(
     ipaddress.ip_network(text)
     for text in (
         "192.0.0.0/24", "192.88.99.0/24", "100.64.0.0/10", "198.18.0.0/15",
-        "2001::/23",  # protocol assignments, Teredo and ORCHID among them
+        "2001::/23",  # protocol assignments, such as Teredo and ORCHID
         "2001:db8::/32", "2002::/16", "3fff::/20",
     )
 )  # fmt: skip
 
 
 def is_public_address(text: str) -> bool:
-    """Whether `text` is an address of the public internet, without the zone of a network card."""
+    """Return whether `text` is an IP address of the public internet, without an IPv6 zone."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chunks of a WebP file: those of its first frame are kept."""
+"""Reads a WebP file, and keeps the chunks of the first frame."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HEAD_BYTES = 12
 _EXTENDED, _LOSSY, _LOSSLESS, _FRAME = b"VP8X", b"VP8 ", b"VP8L", b"ANMF"
 _PIXELS = frozenset((_LOSSY, _LOSSLESS, _FRAME))
 _KEPT = _PIXELS | {b"ANIM", b"ALPH"}
-_HAS_PROFILE, _HAS_EXIF, _HAS_XMP = 0x20, 0x08, 0x04  # flags of an extended file
+_HAS_PROFILE, _HAS_EXIF, _HAS_XMP = 0x20, 0x08, 0x04  # flags of an extended WebP file
 _EXTENDED_BYTES = 10
 _LOSSLESS_START = 0x2F
 _LOSSY_START = b"\x9d\x01\x2a"
@@ -60,7 +60,7 @@ def read_webp(data: bytes, limits: PictureLimits) -> PictureFile:
 
 
 def _size_in(name: bytes, start: bytes) -> tuple[int, int]:
-    """Return width and height from the start of the first chunk."""
+    """Return width and height in pixels from the first bytes (`start`) of the first chunk."""
     if name == _EXTENDED and len(start) == _EXTENDED_BYTES:
         return (
             int.from_bytes(start[4:7], "little") + 1,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rates of a plan (bytes, operations or tokens per second): given by the user, measured on this
-machine in about a second, or reference figures.
+machine in about a second, or reference values.
 
-Every rate has its origin, which is printed."""
+The plan prints the origin of every rate."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 from ...tiers.settings.values import ConfigError
 from ..config.engine_options import default_ssd_path
 
-# The names of the rates; the first three are also the sources of blocks.
+# The names of the rates. PLACES are also the sources from which blocks are loaded.
 PLACES = ("cpu", "ssd", "network")
 OPERATIONS = "operations"
 PREFILL_TOKENS = "prefill_tokens"
 GIVEN, MEASURED, REFERENCE = "given", "measured", "reference"
 
-# Flag → name of the rate, and its unit.
+# Flag of `stratakv plan` → the name and the unit of the rate that the flag sets.
 _FLAGS = {
     "cpu_bandwidth": ("cpu", "bytes"),
     "ssd_bandwidth": ("ssd", "bytes"),
@@ -33,11 +33,11 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """An amount per second, and where the figure comes from."""
+    """A rate, and the origin of its value."""
 
     per_second: float
-    origin: str  # GIVEN, MEASURED or REFERENCE
-    what: str  # the unit, and how the figure was found
+    origin: str  # the origin of the value: GIVEN, MEASURED or REFERENCE
+    what: str  # the unit, and how the value was found
 
 
 REFERENCES: Mapping[str, Rate] = {
@@ -49,9 +49,9 @@ REFERENCES: Mapping[str, Rate] = {
 
 
 def resolve_rates(given: Mapping[str, Any], probe: bool) -> dict[str, Rate]:
-    """Return the rates that the plan needs, by name. A probe on this machine cannot measure the
-    network's rate, so this rate is missing unless the user gives it or `probe` is false (reference
-    figures). Raises ConfigError for contradicting flags, and if the disk cannot be measured."""
+    """Return the rates that the plan needs, by name. `probe`: rates that the user does not give are
+    measured. The network cannot be measured, so a plan with `probe` has no rate of the network.
+    Raises ConfigError for contradictory flags, and if the disk cannot be measured."""
     if "flops" in given and "prefill_tokens_per_second" in given:
         raise ConfigError(
             "--flops and --prefill-tokens-per-second both set how fast prompts are computed; "
@@ -72,7 +72,7 @@ def resolve_rates(given: Mapping[str, Any], probe: bool) -> dict[str, Rate]:
     return {name: rates[name] for name in (*REFERENCES, PREFILL_TOKENS) if name in rates}
 
 
-# The probes are imported when they run: they need torch, which --help does not.
+# The probes need torch, so each function imports its probe: --help works without torch.
 def _measure_memory() -> Rate:
     from ..config.machine_probes import memory_copy_bytes_per_second
 
@@ -113,6 +113,5 @@ _PROBES: Mapping[str, Callable[[], Rate]] = {
 
 
 def existing_parent(path: Path) -> Path:
-    """Return `path` if it is an existing directory, else the nearest existing directory above
-    it."""
+    """Return `path` if it is a directory, else the nearest existing directory above `path`."""
     return next(each for each in (path, *path.absolute().parents) if os.path.isdir(each))

@@ -8,9 +8,9 @@ measure, read files or print. The prefill of n tokens takes this number of opera
     2 * n * (elements of the layers' matrices)  +  2 * n^2 * layers * heads * head_dim
              (of experts: only a token's experts)
 
-The term with n^2 is for the attention scores and the weighted sums of values, over half of the
-square. Loads are counted in whole blocks, each contiguous. A block from a lower tier is counted
-twice: as a read into the CPU tier and as a copy to the device, one after the other."""
+The term with n^2 is for causal attention: the scores and the weighted sums of values. Loads are
+counted in whole blocks, each contiguous. The time of a block from a lower tier is the time of a
+read into the CPU tier plus the time of a copy to the device."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from ..models.vision.vision_shapes import encoder_bytes
 Shapes = Mapping[str, tuple[int, ...]]
 
 PREFIX_TOKENS = (1024, 8192, 32768)
-# The pool's null block, which has no tokens; a pool needs at least one more block.
+# The KV pool has one null block, which never has tokens, and needs at least one more block.
 NULL_BLOCKS = 1
 MIN_POOL_BLOCKS = 2
 _LAYER_PREFIX = "model.layers."
-STATES = "states"  # stands for a group's attention
+STATES = "states"  # `Group.attention` of the layers with recurrent states
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Seconds for the prefill of n tokens: `per_token * n + per_square * n**2`."""
+    """The seconds for the prefill of n tokens: `per_token * n + per_square * n**2`."""
 
     per_token: float
     per_square: float = 0.0
@@ -55,7 +55,7 @@ class Memory:
     total_bytes: int
     weight_bytes: int
     reserve_bytes: int
-    state_bytes: int = 0  # of running requests, for layers that carry states
+    state_bytes: int = 0  # recurrent states of the running requests
 
     @property
     def kv_bytes(self) -> int:
@@ -75,19 +75,18 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A cache group, and the blocks that a request of `max_model_len` tokens has in it."""
+    """A cache group, and the number of the group's blocks that a request of `max_model_len` has."""
 
     attention: str
     layers: tuple[int, ...]
-    page_bytes: int  # K and V of one block of tokens in the group's layers
+    page_bytes: int  # the size of K and V of one block of tokens in the group's layers
     pages: int
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """The average number of empty slots after a request's last token, if all lengths are equally
-    likely."""
+    """The average unused space in a request's last block, if all lengths are equally likely."""
 
     tokens_per_request: float
     bytes_per_request: float
@@ -96,7 +95,7 @@ class Waste:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The time to compute a prefix, and the time to load it from each tier."""
+    """The time to compute a prefix, and the time to load the prefix from each tier."""
 
     tokens: int
     blocks: int
@@ -110,7 +109,7 @@ def num_elements(shapes: Shapes) -> int:
 
 
 def weight_bytes(shapes: Shapes, dtype: str, num_devices: int = 1) -> int:
-    """Return the bytes of weights on each device with tensor parallelism. Matrices are split
+    """Return the bytes of weights on each device with tensor parallelism, which splits matrices
     between the devices; every device has all vectors."""
     matrices = sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1)
     vectors = num_elements(shapes) - matrices
@@ -118,15 +117,15 @@ def weight_bytes(shapes: Shapes, dtype: str, num_devices: int = 1) -> int:
 
 
 def activation_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Estimate the bytes that a step of the default size needs for activations, that is, without
-    weights, KV pool and states. Each token of the step needs two hidden states, two rows of the
-    MLP, and the inputs and output of attention (or of a layer with a state, if these are larger).
-    Each request of the step needs two float32 rows over the vocabulary. A step may also encode the
-    largest picture."""
+    """Return an estimate of the bytes that a step of the default size needs for activations, that
+    is, without weights, KV pool and states. Each token of the step needs two hidden states, two
+    rows of the MLP, and the inputs and output of attention (or of a layer with recurrent states, if
+    larger). Each request of the step needs two float32 rows over the vocabulary. A step may also
+    encode the largest picture."""
     step = SchedulerConfig()
     mixer = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     if (state := spec.state) is not None:
-        # Rows before and after the convolution, the recurrence's output, and the gated output.
+        # A layer with states needs rows before and after its convolution, and two output rows.
         mixer = max(mixer, state.in_size + state.conv_channels + 2 * state.inner_size)
     row = 2 * spec.hidden_size + mixer + 2 * spec.widest_mlp
     logits = 2 * step.max_num_seqs * spec.vocab_size * DTYPE_BYTES["float32"]
@@ -138,8 +137,8 @@ def activation_bytes(spec: ModelSpec, dtype: str) -> int:
 def running_state_bytes(
     states: StateBytes, num_requests: int, num_devices: int = 1, num_drafts: int = 0
 ) -> int:
-    """Return the bytes on each device for the states of `num_requests` running requests, each with
-    `num_drafts` draft tokens."""
+    """Return the bytes of recurrent states on each device for `num_requests` running requests, each
+    with `num_drafts` draft tokens."""
     return num_state_slots(num_requests, num_drafts) * -(-states.num_bytes // num_devices)
 
 
@@ -187,8 +186,8 @@ def capacity(
     typical_tokens: int,
     null_blocks: int = 0,
 ) -> Capacity:
-    """Return the capacity of a tier of `blocks` blocks, of which `null_blocks` stay empty. Each
-    request takes whole blocks."""
+    """Return the capacity of a tier of `blocks` blocks, of which `null_blocks` never have tokens.
+    Each request takes whole blocks."""
     usable = blocks - null_blocks
     return Capacity(
         size_bytes=size_bytes,
@@ -203,8 +202,8 @@ def pool_capacity(
     groups: CacheGroups, size_bytes: int, *, max_model_len: int, typical_tokens: int
 ) -> Capacity:
     """Return the capacity of a KV pool of `size_bytes` bytes, in blocks over all layers. In layers
-    with a window, a request is counted with the blocks of the window and of a step of the default
-    size. The number of tokens is counted as if every layer kept all tokens."""
+    with sliding-window attention, a request has the blocks of the window and of a step of the
+    default size. The number of tokens is counted as if every layer kept all tokens."""
     blocks = size_bytes // (groups.layout.place_bytes * groups.num_places)
     usable = groups.num_pages(blocks) - NULL_BLOCKS
 
@@ -224,7 +223,7 @@ def group_table(
     groups: CacheGroups, max_model_len: int, state_layers: tuple[int, ...] = ()
 ) -> list[Group]:
     """Return, for each cache group, the largest number of blocks that a request of `max_model_len`
-    tokens has, in steps of the default size. The states of `state_layers` are shown as one more
+    tokens has, in steps of the default size. The recurrent states of `state_layers` are one more
     group, with the size of one saved state."""
     size, step = groups.layout.block_size, SchedulerConfig().most_step_tokens
     rows = []
@@ -241,7 +240,7 @@ def group_table(
 
 
 def waste(layout: BlockLayout, typical_tokens: int) -> Waste:
-    """Return the average number of empty slots in a request's last block."""
+    """Return the average unused space in a request's last block."""
     tokens = (layout.block_size - 1) / 2
     return Waste(tokens, tokens * layout.token_bytes, tokens / (typical_tokens + tokens))
 
@@ -277,8 +276,8 @@ def block_seconds(
 
 
 def prefix_lengths(max_model_len: int) -> list[int]:
-    """Return the prefix lengths, in tokens, to compare: those of PREFIX_TOKENS that are below
-    `max_model_len`, and `max_model_len`."""
+    """Return the prefix lengths, in tokens, whose times are compared: the values of PREFIX_TOKENS
+    below `max_model_len`, and `max_model_len`."""
     return [tokens for tokens in PREFIX_TOKENS if tokens < max_model_len] + [max_model_len]
 
 
@@ -290,8 +289,8 @@ def loads(
     num_devices: int = 1,
     num_state_blocks: int = 0,
 ) -> list[Load]:
-    """Return a `Load` for the full blocks of each prefix; prefixes shorter than one block are left
-    out. The states at the end of a prefix add `num_state_blocks` to its blocks."""
+    """Return a `Load` for the full blocks of each prefix, without prefixes shorter than a block.
+    `num_state_blocks`: the blocks of recurrent states that are loaded with each prefix."""
     rows = []
     for length in lengths:
         blocks = length // layout.block_size
@@ -313,12 +312,12 @@ def loads(
 def break_even_tokens(
     seconds_per_block: float, block_size: int, prefill: Prefill, num_state_blocks: int = 0
 ) -> int | None:
-    """Return the shortest prefix in tokens, rounded to whole blocks, that loads faster than it is
-    computed. Return None if there is no such prefix.
+    """Return the length, in tokens of whole blocks, from which a prefix is loaded faster than
+    computed; None if loading is never faster.
 
-    The times to load and to compute an empty prefix are 0, except that every load includes the
-    blocks of states. If the first token is computed faster than it is loaded, only the quadratic
-    term of prefill can make loading faster."""
+    The time of an empty prefix is 0, except that every load includes the blocks of recurrent
+    states. If the first token is computed faster than loaded, only the quadratic term of prefill
+    can make loading faster."""
     dearer, states = seconds_per_block / block_size - prefill.per_token, 0.0
     states = num_state_blocks * seconds_per_block
     if dearer < 0 and not states:

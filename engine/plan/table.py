@@ -2,8 +2,7 @@
 """Prints a plan as tables, from the plan's JSON form. This module measures and computes nothing.
 
 Sizes that the user gave are printed in the user's unit. Other sizes are printed in powers of 1024
-if all given sizes are in such units, else in powers of 1000. Rates are printed in powers of 1000.
-"""
+if the user gave all sizes in powers of 1024, else in powers of 1000; rates in powers of 1000."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ Show = Callable[[float], str]
 
 
 def print_plan(made: dict[str, Any], typed: Mapping[str, str] | None = None) -> None:
-    """Print the plan on standard output. `typed` has the sizes as the user wrote them, by flag
-    name."""
+    """Print the plan on standard output. `typed` has the user's text of each size, by flag name."""
     typed = {
         name: " ".join(found.groups())
         for name, text in (typed or {}).items()
@@ -36,7 +34,7 @@ def print_plan(made: dict[str, Any], typed: Mapping[str, str] | None = None) -> 
     are_binary = [text.endswith("iB") for text in typed.values()]
     show = partial(show_bytes, binary=bool(are_binary) and all(are_binary))
     console = Console()
-    # A file has no width; with 110 columns every row fits on one line.
+    # The width for a file or a pipe is 110 columns, so that every row fits on one line.
     console = console if console.is_terminal else Console(width=110)
     console.print(_summary(made, show), soft_wrap=True, markup=False, highlight=False)
     parts = [
@@ -54,7 +52,7 @@ def print_plan(made: dict[str, Any], typed: Mapping[str, str] | None = None) -> 
 
 
 def show_bytes(count: float, *, binary: bool = False) -> str:
-    """Format a size with three figures and a unit: `5.24 MB`, or `5.00 MiB`."""
+    """Return a size with three digits and a unit: `5.24 MB`, or `5.00 MiB`."""
     for factor, unit in _BINARY_UNITS if binary else _BYTE_UNITS:
         if count >= factor:
             return f"{_three(count / factor)} {unit}"
@@ -62,7 +60,7 @@ def show_bytes(count: float, *, binary: bool = False) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """Format a time with three figures and a unit: `46.8 ms`."""
+    """Return a time with three digits and a unit: `46.8 ms`."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= factor:
             return f"{_three(seconds / factor)} {unit}"
@@ -70,7 +68,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_rate(per_second: float, what: str) -> str:
-    """Format a rate with three figures and a unit: `28.0 GB/s`, or `1.20 T operations/s`."""
+    """Return a rate with three digits and a unit: `28.0 GB/s`, or `1.20 T operations/s`."""
     unit = what.partition(",")[0]
     if unit == "bytes":
         return f"{show_bytes(per_second)}/s"
@@ -195,7 +193,7 @@ def _rates(made: dict[str, Any]) -> _Part:
 
 
 def _verdict(made: dict[str, Any]) -> str:
-    """Return in words whether loading from tiers saves time, from which prefix on, and how much."""
+    """Return a text that says from which prefix length loading saves time, and how much."""
     longest, block = made["model"]["max_model_len"], made["block"]["tokens"]
     words, pays = [], False
     for place, tokens in made["break_even_tokens"].items():

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HeldBytes`: the bytes of request bodies that the router has in memory, for all clients together.
+"""`HeldBytes` counts the bytes of request bodies that the router has in memory, for all clients.
 
-A `Share` counts only received bytes, so a client that announces a large body but sends little takes
-no room from other clients.
+A `Share` counts only received bytes, so a client that announces a large body but sends little does
+not lower the limit for other clients. Counted bytes:
 
-    a body                  the bytes received, until its answer has ended
+    a body                  all received bytes, until its answer has ended
     a prompt in parts       its first part until its answer has ended, and the current part's bytes
-    a websocket's message   from its first bytes on, before it is whole"""
+    a websocket's message   received bytes, also those of an incomplete message"""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .proxy import RETRY_SECONDS
 
 @dataclass(slots=True, eq=False)
 class HeldBytes:
-    """The count of held bytes. The limit is `most`, which one request may exceed if no other
-    request holds bytes. Use the count in one event loop only."""
+    """The count of bytes of request bodies in memory. Its limit is `most`; a request may exceed
+    `most` if no other request holds bytes. Use a `HeldBytes` in one event loop only."""
 
     most: int
     num_bytes: int = 0
@@ -33,7 +33,7 @@ class Share:
     num_bytes: int = 0
 
     def takes(self, num_bytes: int) -> bool:
-        """Set the share to `num_bytes`. Over the limit, change nothing and return False."""
+        """Set the share to `num_bytes`. Above `HeldBytes.most`, change nothing and return False."""
         others = self._all.num_bytes - self.num_bytes
         if num_bytes > self.num_bytes and others and others + num_bytes > self._all.most:
             return False
@@ -41,7 +41,7 @@ class Share:
         return True
 
     def hold(self, num_bytes: int) -> None:
-        """Set the share to `num_bytes`. Raises ApiError 429 if `takes` returns False."""
+        """Set the share to `num_bytes`, as `takes` does. Raises ApiError 429 above the limit."""
         if not self.takes(num_bytes):
             raise too_many(
                 "the bodies of the requests that are open here are as long together as the router "
@@ -49,8 +49,8 @@ class Share:
             )
 
     def counted(self, receive: Receive, most: int) -> Receive:
-        """Return a `receive` that counts a body's bytes in this share. A body of more than `most`
-        bytes counts as 0, because it is dropped. The returned function raises like `hold`."""
+        """Return an ASGI `receive` that counts a body's bytes in this share. A body of more than
+        `most` bytes counts as 0, because the router drops it. The `receive` raises like `hold`."""
         num_bytes = 0
 
         async def receive_counted() -> Message:

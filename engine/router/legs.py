@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a request's bodies for its prefill and decode node, and the facts for choosing them.
+"""Makes a request's bodies for its prefill and decode node, and the facts for choosing the nodes.
 
-Fields are kept as the client's bytes, so a decode node reads exactly the client's text. A body that
-is not a JSON object is sent unchanged to a decode node, which reports the error."""
+JSON fields are kept as the client's bytes, so a decode node reads exactly the client's text. A body
+that is not a JSON object is sent unchanged to a decode node, which reports the error."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _WITH_PROMPT = (COMPLETIONS, PARTS_PATH)
 # English text has about four bytes of UTF-8 per token.
 BYTES_PER_TOKEN = 4
 
-# A longer prompt is not decoded part by part: that would block the event loop for seconds.
+# A prompt whose JSON has more commas is not decoded, which would block the event loop for seconds.
 MAX_PARTS = 65536
 _IN_LISTS_OF_IDS = b"0123456789-, \t\r\n"
 
 KV_PARAMS = "kv_transfer_params"
-# Fields that are useless for the one token of a prefill node.
+# Request fields without a use for the single token that a prefill node generates.
 _NOT_FOR_PREFILL = (
     "best_of", "early_stopping", "echo", "length_penalty", "logprobs", "min_completion_tokens",
     "min_tokens", "prompt_logprobs", "return_token_ids", "stream_options", "top_logprobs",
     "use_beam_search",
 )  # fmt: skip
-# Fields that determine the first token's log-probabilities.
+# Request fields that determine the first token's log-probabilities.
 _OF_FIRST_TOKEN = ("logprobs", "top_logprobs")
 _ONE, _FALSE, _NULL = msgspec.Raw(b"1"), msgspec.Raw(b"false"), msgspec.Raw(b"null")
 _ASK_FOR_REMOTE_DECODE = msgspec.Raw(b'{"do_remote_decode":true,"do_remote_prefill":false}')
@@ -42,7 +42,7 @@ Fields = Mapping[str, msgspec.Raw]
 
 
 def read_fields(body: bytes) -> Fields:
-    """Return the fields of a JSON object, not decoded; empty for anything else."""
+    """Return the undecoded fields of a JSON object; {} if `body` is not a JSON object."""
     try:
         return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -50,7 +50,7 @@ def read_fields(body: bytes) -> Fields:
 
 
 def read_facts(path: str, fields: Fields) -> Facts:
-    """Return the facts about a request by which its node is chosen."""
+    """Return the facts about a request by which the request's node is chosen."""
     raw = bytes(fields.get("prompt" if path in _WITH_PROMPT else "messages", _NULL))
     if raw.count(b",") > MAX_PARTS:
         tokens, is_exact = _tokens_of_many(raw)
@@ -62,10 +62,10 @@ def read_facts(path: str, fields: Fields) -> Facts:
 
 
 def wants_prefill(facts: Facts, above: int) -> bool:
-    """Whether a prefill node must compute the prompt first. The prompt must have more than `above`
-    tokens, and the request no `kv_transfer_params` of another router. A request for prompt
-    log-probabilities gets no prefill, because the decode node would compute the whole prompt for
-    them. A beam search gets no prefill, because one node computes the whole search."""
+    """Return whether a prefill node computes the prompt before a decode node gets the request. The
+    prompt must have more than `above` tokens, and the request no `kv_transfer_params` of another
+    router. A request for prompt log-probabilities gets no prefill node, because the decode node
+    must compute the whole prompt anyway. A beam search runs wholly on one node."""
     return (
         facts.prompt_tokens > above
         and _is_null(facts.fields, KV_PARAMS)
@@ -75,8 +75,8 @@ def wants_prefill(facts: Facts, above: int) -> bool:
 
 
 def prefill_body(fields: Fields, *, with_kv_params: bool) -> bytes:
-    """Return the request for one token, without a stream. With `with_kv_params`, the decode node
-    reuses this token, so the request keeps the client's log-probability fields."""
+    """Return a prefill node's request: one token, no stream. With `with_kv_params`, the decode node
+    reuses the token, so the request keeps the client's log-probability fields."""
     body = {name: value for name, value in fields.items() if name not in _NOT_FOR_PREFILL}
     if with_kv_params:
         body |= {name: fields[name] for name in _OF_FIRST_TOKEN if name in fields}
@@ -116,14 +116,14 @@ def _decode(fields: Fields, name: str) -> Any:
 
 
 def _tokens_of_many(raw: bytes) -> tuple[int, bool]:
-    """Return a prompt's number of tokens from its undecoded bytes, and whether it is exact."""
+    """Return the number of tokens of an undecoded prompt, and whether the number is exact."""
     if raw.translate(None, _IN_LISTS_OF_IDS) == b"[]":
         return raw.count(b",") + 1, True
     return len(raw) // BYTES_PER_TOKEN, False
 
 
 def _prompt_tokens(prompt: Any) -> tuple[int, bool]:
-    """Return the number of tokens of the longest prompt, and whether it is exact."""
+    """Return the number of tokens of the longest prompt, and whether the number is exact."""
     if isinstance(prompt, str):
         return len(prompt.encode()) // BYTES_PER_TOKEN, False
     if not isinstance(prompt, list) or not prompt:

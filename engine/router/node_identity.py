@@ -14,8 +14,8 @@ from ...tiers.settings.format import format_value
 
 Identity = Mapping[str, str]
 
-_OBJECT = "stratakv.node"  # the object type of the answer; other software lacks it
-# The fields in the order of comparison, each with its source.
+_OBJECT = "stratakv.node"  # the `object` field of an answer of StrataKV to GET /node
+# Fields that determine a node's answers, in the order of comparison; each with its flag or file.
 _OF_ANSWERS = {
     "model": "--served-model-name",
     "fingerprint": "the model's config.json and weights",
@@ -24,7 +24,7 @@ _OF_ANSWERS = {
     "tokenizer": "the model's tokenizer.json",
     "chat_template": "the model's chat template",
 }
-# Nodes that differ in these fields give the same answers, but find none of each other's blocks.
+# Fields of KV blocks: nodes that differ in one of these fields answer alike but share no blocks.
 _OF_BLOCKS = {
     "kv_dtype": "--dtype and --kv-cache-dtype",
     "dtype": "--dtype",
@@ -60,7 +60,7 @@ class Difference(NamedTuple):
 
 
 def read_identity(body: bytes) -> Identity | None:
-    """Return the identity in a node's answer; None for an answer of other software."""
+    """Return the identity in the body of a node's answer; None if other software has answered."""
     try:
         told = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -71,8 +71,8 @@ def read_identity(body: bytes) -> Identity | None:
 
 
 def find_difference(one: Identity, other: Identity, *, with_blocks: bool) -> Difference | None:
-    """Return the first difference that forbids using two nodes together, or None. `with_blocks` is
-    True if the nodes must load each other's blocks."""
+    """Return the first difference that forbids using two nodes together, or None. `with_blocks`:
+    the nodes load each other's KV blocks, so the fields of blocks must match too."""
     return next(_differences(one, other, with_blocks), None)
 
 

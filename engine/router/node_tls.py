@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """TLS for connections to https nodes, with certificate authorities from a file that may change.
 
-Every request has its own connection. The file is checked before each connection, so a new file
-needs no restart."""
+Every request has its own connection. The router checks the file of authorities before each
+connection, so a changed file needs no restart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class NodeTls:
-    """The trusted authorities, for one event loop. Raises ConfigError for an unusable file."""
+    """The TLS context for https nodes, for one event loop. Raises ConfigError for a bad file."""
 
     def __init__(self, ca_file: Path | None) -> None:
         self._ca_file = ca_file
@@ -41,7 +41,7 @@ class NodeTls:
 
 
 def make_node_tls(config: RouterConfig) -> NodeTls | None:
-    """Return the nodes' TLS; None if no node is https. Raises ConfigError for an unusable file."""
+    """Return a `NodeTls`; None if no node is https. Raises ConfigError for an unusable file."""
     path = config.node_ca_file
     if not any(address.is_tls for address in (*config.prefill, *config.decode)):
         if path is not None:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router's nodes: their state, their health checks, and the choice of a node for a request.
 
-`Nodes.pick` returns a node that is believed to be up; if all decode nodes are believed to be down,
-`pick` returns one of them. Drained and refused nodes get no requests. `Node.busy` counts requests
-in flight.
+`Nodes.pick` returns a node that is marked as up; if all decode nodes are marked as down, `pick`
+returns one of the down nodes. Drained and refused nodes get no requests. `Node.busy` counts a
+node's requests in flight.
 
 A node is refused if it was started for another role, or if its identity differs from the
 *reference*, the identity of the decode nodes in use. The first decode node on the command line that
 is up sets the reference. The reference stays while a decode node with this identity is alive and
-not drained, so one node that restarts with another model cannot make all others refused. When no
-decode node with the reference is left, the next decode node that is up sets a new one. A prefill
-node never sets the reference, because answers are possible without prefill nodes."""
+not drained, so a single node that restarts with another model cannot make all other nodes refused.
+When no decode node with the reference is left, the next decode node that is up sets a new one. A
+prefill node never sets the reference, because answers are possible without prefill nodes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from .upstream import NodeError, NodeRequest, NodeSlow, exchange
 
 logger = logging.getLogger(__name__)
 
-# After so many failed health checks in a row a node counts as dead or hung: its requests are
-# aborted, so that they can be tried elsewhere. After so many checks down it loses the reference.
+# Failed health checks in a row after which a node counts as dead: the router aborts the node's
+# requests, so that other nodes can get these requests, and the node loses the reference identity.
 HOPELESS_LOOKS = 5
 _MAX_ANSWER_BYTES = 64 * 1024
 _NOT_IMPLEMENTED = 501
@@ -50,16 +50,16 @@ class Node:
         self.role = role
         self.is_up = False
         self.is_draining = False
-        self.in_flight = 0  # requests of ours
+        self.in_flight = 0  # open requests of this router at the node
         self.num_requests = 0
         self.last_error = ""
-        self.failed_looks = 0  # failed health checks in a row, without any answer
+        self.failed_looks = 0  # health checks in a row that got no answer
         self.looks_down = 0  # health checks in a row that found the node down
-        self.identity: Identity | None = None  # as last answered; None: other software
+        self.identity: Identity | None = None  # the node's last report; None: other software
         self.refused = ""  # the reason why the node is not used
-        self.difference: Difference | None = None  # set if a difference is the reason
+        self.difference: Difference | None = None  # the difference that made the node refused
         self.follows = True  # False: the node lacks the route /follow
-        self.last_pick = 0  # the number of its last pick among all picks
+        self.last_pick = 0  # the value of Nodes._num_picks when the node was last picked
         self.transports: set[asyncio.WriteTransport] = set()
 
     @property
@@ -77,21 +77,21 @@ class Node:
             self.in_flight -= 1
 
     def mark_down(self, reason: str) -> None:
-        """Mark the node as down, without requests, until a health check succeeds. Logs this."""
+        """Mark the node as down, without requests, until a health check succeeds. Log `reason`."""
         if self.is_up or not self.last_error:
             logger.warning("%s is down: %s", self.name, reason)
         self.is_up = False
         self.last_error = reason
 
     def mark_up(self) -> None:
-        """Mark the node as up after a health check, so that it gets requests. Logs the change."""
+        """Mark the node as up after a health check: the node may get requests. Log the change."""
         if not self.is_up:
             logger.info("%s is up", self.name)
         self.is_up = True
         self.last_error = ""
 
     def refuse(self, reason: str, difference: Difference | None = None) -> None:
-        """Exclude the node from requests while it has this identity. Logs a new reason once."""
+        """Exclude the node from requests until `accept`. Log a new `reason` once."""
         if not self.refused or difference != self.difference:
             logger.warning("%s is not used: %s", self.name, reason)
         self.refused = reason
@@ -110,31 +110,31 @@ class Facts:
     """Facts about a request that determine which node gets the request."""
 
     path: str
-    prompt_tokens: int = 0  # of its longest prompt; 0: it has none, or its length is unknown
-    is_exact: bool = False  # counted, and not estimated from the text's length
-    # The request's fields, not decoded, for a choice that looks at the prompt.
+    prompt_tokens: int = 0  # tokens of the request's longest prompt; 0: no prompt or unknown
+    is_exact: bool = False  # False: `prompt_tokens` is estimated from the text's length
+    # The request's undecoded JSON fields, for a `Choice` that reads the prompt.
     fields: Mapping[str, msgspec.Raw] = field(default_factory=dict)
 
 
 class Choice(ABC):
-    """A policy that chooses the node for a request. The policy gets only the request's facts and
-    the nodes, and keeps any other state itself. Routing by cached blocks would be another
-    policy."""
+    """A policy that chooses the node for a request. A policy gets only the request's facts and the
+    nodes, and must keep any other state itself, such as which node has cached which blocks."""
 
     @abstractmethod
     def choose(self, facts: Facts, nodes: Sequence[Node]) -> Node:
-        """Choose one of `nodes`, which have one role and are not empty."""
+        """Choose one of `nodes`, at least one node; all nodes have the same role."""
 
 
 class LeastLoaded(Choice):
-    """Chooses the node with the fewest of this router's requests in flight; equal nodes in turn."""
+    """Chooses the node with the fewest of this router's requests in flight; of several such nodes,
+    the node that was picked least recently."""
 
     def choose(self, facts: Facts, nodes: Sequence[Node]) -> Node:
         return min(nodes, key=lambda node: (node.in_flight, node.last_pick))
 
 
 class Nodes:
-    """All nodes, with their health checks. Use a `Nodes` in one event loop only."""
+    """All nodes of a router, with their health checks. Use a `Nodes` in one event loop only."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Nodes:
         self._health_seconds = health_seconds
         self._tls = tls
         self._num_picks = 0
-        self._reference: Identity | None = None  # the required identity; None: not known yet
+        self._reference: Identity | None = None  # the identity that all nodes must have
         self._holder = ""  # the name of a decode node that has the reference
         self.of_role: dict[Role, list[Node]] = {
             Role.PREFILL: [Node(each, Role.PREFILL) for each in prefill],
@@ -171,20 +171,20 @@ class Nodes:
         return sum(node.in_flight for node in self.of_role[role])
 
     def by_url(self, url: str) -> Node | None:
-        """Return the node with that URL, with or without a slash at its end, or None."""
+        """Return the node with the URL `url`, with or without a slash at its end, or None."""
         wanted = url.rstrip("/")
         return next((node for node in self if node.address.url == wanted), None)
 
     def candidates(self, role: Role, tried: Collection[Node] = ()) -> list[Node]:
         """Return the nodes that a request may still try: neither in `tried` nor drained nor
-        refused. Prefill nodes must be up. Decode nodes must be up too, unless all are down."""
+        refused. The nodes must be up; decode nodes may be down if all decode nodes are down."""
         nodes = self._up(role)
         if not nodes and role is Role.DECODE:
             nodes = [n for n in self.of_role[role] if not n.is_draining and not n.refused]
         return [node for node in nodes if node not in tried]
 
     def pick(self, role: Role, facts: Facts, tried: Collection[Node] = ()) -> Node | None:
-        """Choose the node for a request; None if no candidate is left."""
+        """Return the chosen node for a request; None if no candidate is left."""
         nodes = self.candidates(role, tried)
         if not nodes:
             return None
@@ -213,7 +213,7 @@ class Nodes:
                 node.accept()
 
     def _find_holder(self) -> Node | None:
-        """Return a decode node with the reference identity, else the one that sets it next."""
+        """Return a decode node with the reference identity, else the node that sets a new one."""
         able = [
             node
             for node in self.of_role[Role.DECODE]
@@ -236,14 +236,14 @@ class Nodes:
         self.judge()
 
     async def poll_health(self) -> None:
-        """Check the health of all nodes repeatedly, each in a task of its own, until cancelled."""
+        """Check every node's health repeatedly, each node in its own task, until cancelled."""
         await asyncio.gather(*(self._watch_node(node) for node in self))
 
     async def _watch_node(self, node: Node) -> None:
         while True:
             await asyncio.sleep(self._health_seconds)
             await self._look_at(node)
-            self.judge()  # before a request can be sent to it
+            self.judge()  # before the router can send a request to the node
 
     async def _look_at(self, node: Node) -> None:
         """Check a node's health and identity, which may change between two checks."""
@@ -252,7 +252,7 @@ class Nodes:
         except NodeError as error:
             self._note_silence(node, f"does not answer: {error}")
         else:
-            node.failed_looks = 0  # it answered, so it is alive
+            node.failed_looks = 0  # the node answered, so the node is alive
             if status != 200:
                 node.mark_down(f"its /health answers {status}")
             elif await self._read_identity(node):
@@ -260,8 +260,8 @@ class Nodes:
         node.looks_down = 0 if node.is_up else node.looks_down + 1
 
     async def _read_identity(self, node: Node) -> bool:
-        """Request a node's identity. Return whether the node answered. Software without an identity
-        is asked only once each time it comes up."""
+        """Request a node's identity; return whether the node answered. A node of other software,
+        which reports no identity, gets this request only once each time the node comes up."""
         if node.is_up and node.identity is None:
             return True
         try:

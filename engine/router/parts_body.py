@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PartsBody`: a prompt in parts, passed on from a client to one node as lines of JSON.
 
-    POST        the lines of the body, passed on as they come
+    POST        the lines of the body, passed on as they arrive
     websocket   each message becomes a line; a message with `is_last` ends the body
 
-The first line is read whole, because the choice of a node needs it. The other lines are passed on
-as fast as the node reads them, and are not kept. Time limits:
+The first line is received whole, because the choice of a node needs the first part. Later lines are
+passed on as fast as the node reads, and are not kept. Time limits:
 
-    a part          from its first bytes until it is whole
+    a part          `part_seconds`, from the part's first bytes until the part is whole
     between parts   the node's own time limit: the node's answer ends the prompt"""
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from ..api.openai.response.socket_messages import only_disconnect, text_of_messa
 from ..api.openai.response.streaming import before
 from . import legs
 
-# The limit between two parts if the node never ends a session: a node's largest time-out.
+# The router's own limit between two parts, as long as a node's largest time-out.
 PAUSE_SECONDS = 86400.0
 
 
 class PartsSource(Protocol):
     """The parts that a client sends, as lines of JSON."""
 
-    num_held: int  # bytes of the part that is being received, or was returned last
+    num_held: int  # bytes in memory of the part that is being received or was returned last
 
     @property
     def began_at(self) -> float | None:
-        """The event loop's time at which the unfinished part began; None between parts."""
+        """The event loop's time at which the incomplete part began; None between two parts."""
 
     async def read_lines(self) -> bytes:
-        """Return the next bytes, or b"" after the end. Raises ApiError and ClientGone."""
+        """Return the next bytes of lines, b"" after the end. Raises ApiError and ClientGone."""
 
     async def receive_end(self) -> Message:
-        """Return the next message after the last part, such as http.disconnect."""
+        """Return the next ASGI message after the last part, such as http.disconnect."""
 
 
 class PartsBody:
-    """The body of one prompt in parts. The proxy reads the first line with `read_first`, and the
-    rest with `read_more`. A part must arrive within `part_seconds`. `hold` is called with the
-    number of held bytes, and raises ApiError if there are too many."""
+    """The body of one prompt in parts. The router reads the first line with `read_first`, and later
+    lines with `read_more`. A part must arrive within `part_seconds`. `hold`, a function, gets the
+    body's number of bytes in memory, and raises ApiError if the router holds too many bytes."""
 
     def __init__(
         self, source: PartsSource, part_seconds: float, hold: Callable[[int], None]
@@ -63,8 +63,8 @@ class PartsBody:
         self.was_read = False
 
     async def read_first(self, ended: asyncio.Future[None]) -> bytes:
-        """Return the first line that is not empty, and the bytes that came with it. Raises ApiError
-        if the line does not come in time, ClientGone, and the errors of the source."""
+        """Return the first line that is not empty, and received bytes after it. Raises ApiError if
+        the line does not arrive in time, ClientGone, and the errors of the source."""
         deadline = asyncio.get_running_loop().time() + self._part_seconds
         held = bytearray()
         while True:
@@ -84,7 +84,7 @@ class PartsBody:
         return bytes(held)
 
     async def read_more(self) -> bytes:
-        """Return the next bytes, or b"" after the end. Raises ClientGone, and ApiError if late."""
+        """Return the next bytes, b"" after the end. Raises ClientGone, and ApiError if overdue."""
         if self._is_over:
             return b""
         chunk = await self._next_lines()
@@ -96,26 +96,26 @@ class PartsBody:
         return chunk
 
     def stop_reading(self) -> None:
-        """Stop reading: the body is whole or the node answers. `receive_end` may drop the rest."""
+        """Stop reading the body, which is whole or which the node answers before its end."""
         if not self._stopped.is_set():
             self._stopped.set()
             self._stopped_at = asyncio.get_running_loop().time()
             self._when_stopped(self._stopped_at)
 
     def when_stopped(self, call: Callable[[float], None]) -> None:
-        """Call `call` with the time when reading stops; at once if it has stopped. See BodyRest."""
+        """Call `call` with the event loop's time when reading stops or has stopped (BodyRest)."""
         self._when_stopped = call
         if self._stopped.is_set():
             call(self._stopped_at)
 
     async def receive_end(self) -> Message:
-        """Wait until reading has stopped, then return the next message: http.disconnect if the
-        client disconnects. Before that, `read_more` detects a disconnected client."""
+        """Wait until reading has stopped, then return the next ASGI message: http.disconnect if the
+        client disconnects. Until reading has stopped, `read_more` detects a disconnected client."""
         await self._stopped.wait()
         return await self._source.receive_end()
 
     async def _next_lines(self) -> bytes:
-        """Read from the source. A part that has begun must arrive within `part_seconds`."""
+        """Return the source's next bytes. Raises ApiError for a part that is overdue."""
         clock = asyncio.get_running_loop().time
         reading, paused_at = asyncio.ensure_future(self._source.read_lines()), clock()
         try:
@@ -150,14 +150,14 @@ class PartsBody:
 
 
 class HttpParts:
-    """The body of a POST, whose lines are parts. A line with `is_last` ends the prompt."""
+    """The body of a POST, each line of which is a part. A line with `is_last` ends the prompt."""
 
     def __init__(self, receive: Receive, max_line_bytes: int) -> None:
         self._receive = receive
         self._max_line_bytes = max_line_bytes
-        self._line: list[bytes] = []  # pieces of the unfinished line
-        self.num_held = 0  # bytes of the unfinished line
-        self.began_at: float | None = None  # see PartsSource
+        self._line: list[bytes] = []  # the received bytes of the incomplete line
+        self.num_held = 0  # the number of bytes in `_line`
+        self.began_at: float | None = None  # the start of the incomplete part, as in PartsSource
         self._is_whole = False
 
     async def read_lines(self) -> bytes:
@@ -173,7 +173,7 @@ class HttpParts:
         return b""
 
     def _look_for_last(self, data: bytes) -> None:
-        """Record the end of the prompt if a line has `is_last`."""
+        """Add received bytes to the current line; a line with `is_last` ends the prompt."""
         *ends, rest = data.split(b"\n")
         for end in ends:
             self._add_piece(end)
@@ -191,7 +191,7 @@ class HttpParts:
             raise ApiError(message, status=413, code="body_too_large")
 
     async def receive_end(self) -> Message:
-        """Return the next message. The rest of a body after the node's answer is dropped."""
+        """Return the next ASGI message. The body's bytes after the node's answer are dropped."""
         return await self._receive()
 
 
@@ -206,7 +206,7 @@ class SocketParts:
         self._is_whole = False
 
     async def read_lines(self) -> bytes:
-        self.num_held = 0  # the last message has been passed on
+        self.num_held = 0  # the previous message has been passed on to the node
         if self._is_whole:
             return b""
         data = text_of_message(await self._receive())
@@ -216,7 +216,7 @@ class SocketParts:
         if not data.strip():
             raise ApiError("a message is empty; send a JSON object", code="invalid_json")
         self._is_whole, self.num_held = _says_last(data), len(data)
-        # JSON strings hold no raw line ends, so line ends here are insignificant.
+        # Line ends in a JSON text are only whitespace: JSON strings contain no raw line ends.
         return data.replace(b"\n", b" ") + b"\n"
 
     @property
@@ -224,8 +224,8 @@ class SocketParts:
         return self._incoming.began_at
 
     async def receive_end(self) -> Message:
-        """Return the next message. Raises ApiError for a message after the last part. If the node
-        answers with an error before the last part, later messages are dropped."""
+        """Return the next ASGI message. Raises ApiError for a message after the last part. If the
+        node answers with an error before the last part, later messages are dropped."""
         if self._is_whole:
             return await only_disconnect(self._receive)()
         message = await self._receive()
@@ -234,7 +234,7 @@ class SocketParts:
 
 
 def _says_last(line: bytes) -> bool:
-    """Whether a part has `is_last`. False for invalid JSON, which the node reports."""
+    """Return whether a part has `is_last`; False for invalid JSON, which the node reports."""
     if b"is_last" not in line:
         return False
     return bytes(legs.read_fields(line).get("is_last", b"")).strip() == b"true"

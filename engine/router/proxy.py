@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends a client's request to the nodes: a long prompt to a prefill node first, then to decode.
+"""Sends a client's request to a decode node, and a long prompt to a prefill node before that.
 
-    long prompt   prefill node (one token) ── its blocks ──▶ shared cache
-                  then decode node (the client's request) ◀── blocks ──┘
+    long prompt   prefill node (one token) ── KV blocks ──▶ shared cache
+                  then decode node (the client's request) ◀── KV blocks ──┘
     short prompt  decode node
 
-    parts         decode node, each as it comes
+    parts         decode node, each part as it arrives
 
 Each request gets one answer or one error. A request is retried on another node only while no part
 of an answer has been sent and no part of the prompt after the first has been passed on. A failed
-prefill costs only time, because the decode node computes the blocks that it does not find."""
+prefill costs only time, because the decode node computes the KV blocks that the cache lacks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .upstream import NodeAnswer, NodeError, NodeRequest, NodeSlow, NodeUnreacha
 
 logger = logging.getLogger(__name__)
 
-# Statuses of a node for which another node may have a better answer.
+# Statuses of a node's answer after which another node is tried.
 ELSEWHERE_STATUSES = (429, 502, 503)
 RETRY_SECONDS = 1
 NODE = "node_error"
@@ -43,14 +43,14 @@ FOLLOW = b"/follow"
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """A client's path, and its request in the form in which a node gets it."""
+    """The path of a client's request, and the request in the form in which a node gets it."""
 
     path: str
     request: NodeRequest
 
 
 class Proxy:
-    """Sends requests to nodes. A `Proxy` may be used in one event loop only."""
+    """Sends requests to nodes and relays the answers. Use a `Proxy` in one event loop only."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class Proxy:
 
     async def forward(self, client: ClientRequest, reply: Reply) -> None:
         """Send one request to the nodes, and the answer to `reply`. Raises ApiError if no node
-        answered, and TimeoutError after `request_seconds` (for a prompt in parts counted from the
-        last part). After an error `reply.is_started` tells whether a part of an answer was sent."""
+        answered, and TimeoutError `request_seconds` after the start (for a prompt in parts: after
+        the last part). `reply.is_started`: a part of an answer was sent before the error."""
         deadline = asyncio.get_running_loop().time() + self._config.request_seconds
         request, facts = client.request, Facts(client.path)
         if request.method == b"POST" and client.path in legs.GENERATING:
@@ -82,16 +82,16 @@ class Proxy:
                 await self._forward_decode(request, facts, reply, deadline, follower)
                 return
         elif request.rest is not None:
-            # The decode node computes the prompt: a prefill node could begin only with the last
-            # part, when the decode node has computed most of it.
+            # A prompt in parts needs no prefill node: the decode node computes each part as the
+            # part arrives.
             first, _, _ = request.body.partition(b"\n")
             facts = legs.read_facts(client.path, legs.read_fields(first))
         await self._forward_decode(request, facts, reply, deadline)
 
     @asynccontextmanager
     async def _followed(self, request: NodeRequest, facts: Facts) -> AsyncIterator[Node | None]:
-        """Make a decode node load the prompt's blocks while the prefill node stores them. Yield
-        this node, which gets the request first, or None if no node can do so."""
+        """Make a decode node load the prompt's KV blocks while the prefill node stores the blocks.
+        Yield this decode node, which is the first to get the request; None if no node follows."""
         node = None
         if self._config.kv_transfer_params == "on":
             node = self._nodes.pick(Role.DECODE, facts)
@@ -118,8 +118,8 @@ class Proxy:
     async def _prefill(
         self, request: NodeRequest, facts: Facts, deadline: float
     ) -> msgspec.Raw | None:
-        """Make a prefill node compute the prompt; return its `kv_transfer_params`, or None. A
-        failure is counted in the metrics and costs only time."""
+        """Make a prefill node compute the prompt; return the node's `kv_transfer_params`, or None.
+        A failure is counted in the metrics and costs only time."""
         with_params = self._config.kv_transfer_params == "on"
         body = legs.prefill_body(facts.fields, with_kv_params=with_params)
         own_deadline = asyncio.get_running_loop().time() + self._config.prefill_seconds
@@ -157,7 +157,7 @@ class Proxy:
             return body
         leg.outcome = "refused"
         if status not in ELSEWHERE_STATUSES:
-            # The request is at fault, so all prefill nodes would refuse it.
+            # The request causes the error, so every prefill node would refuse the request.
             tried.extend(self._nodes.of_role[Role.PREFILL])
         logger.info("%s answered %d to a prefill", node.name, status)
         return None
@@ -170,7 +170,7 @@ class Proxy:
         deadline: float,
         first: Node | None = None,
     ) -> None:
-        """Send a request to decode nodes until one answers; `first`, if a candidate, is first."""
+        """Send a request to decode nodes until one answers, and to `first` before other nodes."""
         tried: list[Node] = []
         error: NodeError | None = None
         with self._leg(Role.DECODE) as leg:
@@ -192,8 +192,8 @@ class Proxy:
 
     @asynccontextmanager
     async def _limited(self, request: NodeRequest, deadline: float) -> AsyncIterator[None]:
-        """Limit an attempt to the `deadline`. For a body in parts, `request_seconds` count from the
-        last part instead; the node limits the pauses between parts."""
+        """Raise TimeoutError if the block runs beyond the `deadline`. For a body in parts the limit
+        is `request_seconds` after the last part, and the node limits the pauses between parts."""
         rest, seconds = request.rest, self._config.request_seconds
         async with asyncio.timeout_at(deadline if rest is None else None) as limit:
             if rest is not None:
@@ -207,8 +207,8 @@ class Proxy:
     async def _try_decode(
         self, node: Node, request: NodeRequest, leg: _Leg, tried: list[Node], reply: Reply
     ) -> bool:
-        """Send a request to a node and pass its answer on. Return False, without an answer, if
-        another node should be tried. Raises NodeError."""
+        """Send a request to a node and pass the node's answer on. Return False, with no answer
+        passed on, if another node should be tried. Raises NodeError."""
         async with self._exchange(node, request) as answer:
             leg.outcome = "ok" if answer.status < 400 else "refused"
             is_for_another = answer.status in ELSEWHERE_STATUSES and not request.was_relayed
@@ -223,7 +223,7 @@ class Proxy:
     def _next_node(
         self, role: Role, facts: Facts, tried: list[Node], first: Node | None = None
     ) -> Node | None:
-        """Return the next node to try (`first`, if it is a candidate), and add it to `tried`."""
+        """Return the next node to try (`first` if `first` is a candidate) and add it to `tried`."""
         if tried and not self._has_another(role, tried):
             return None
         if not tried and first in self._nodes.candidates(role):
@@ -255,7 +255,7 @@ class Proxy:
     @contextmanager
     def _leg(self, role: Role) -> Iterator[_Leg]:
         """Record the outcome and seconds of a leg (prefill or decode) in the metrics at the end of
-        the block, even if the client disconnected or its parts could not be passed on."""
+        the block, also if the client disconnected or parts of a prompt could not be passed on."""
         leg = _Leg()
         began = time.monotonic()
         try:
@@ -280,7 +280,7 @@ class _Leg:
 
 
 def _explain(error: NodeError | None, *, is_started: bool, was_relayed: bool) -> ApiError:
-    """Return the error for a client; only the log names the node."""
+    """Return the error for a client. The error does not name the node; the log does."""
     if is_started:
         message = (
             "the node that was answering is lost, so this answer is not whole; send the request "

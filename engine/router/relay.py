@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Relays a node's answer to the client, and ends the answer properly even if the node is lost.
+"""Relays a node's answer to the client, and ends the answer with an error if the node is lost.
 
-Server-sent events are passed on only when they are whole. The client never reads half an event, and
-an event with the error can follow if the node is lost."""
+Only whole server-sent events are passed on, so the client never reads half an event, and an event
+with the error can follow if the node is lost."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .upstream import Headers, NodeAnswer, NodeError, NodeLost
 
 logger = logging.getLogger(__name__)
 
-# An answer up to this size is held until it is whole: if the node is lost before, another node can
-# be asked. A longer answer is passed on as it comes.
+# Limit of an answer that is held until it is whole: if the node is lost before, another node can
+# answer. A longer answer is passed on as the answer arrives.
 HELD_BYTES = 1024 * 1024
-# The time for a slow client to read the last event of a failed stream.
+# The time limit for sending the last event of a failed stream to a slow client.
 LAST_WORDS_SECONDS = 2.0
 
 _EVENTS = "text/event-stream"
 _DONE = b"data: [DONE]"
-# Headers of the connection to the node, not of the answer.
+# Headers that belong to the connection to the node, and are not passed on to the client.
 _HOP_BY_HOP = frozenset(
     (b"connection", b"date", b"keep-alive", b"proxy-authenticate", b"server", b"te", b"trailer",
      b"transfer-encoding", b"upgrade")
@@ -33,7 +33,7 @@ _HOP_BY_HOP = frozenset(
 
 
 class Reply:
-    """The answer to one client. Once a part was sent (`is_started`), no other node can answer."""
+    """The answer to one client. A started answer (`is_started`) cannot come from another node."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -50,7 +50,7 @@ class Reply:
         )
 
     async def write(self, data: bytes) -> None:
-        """Send more of the body; return once the connection can take more data."""
+        """Send the next bytes of the body; return once the connection can take more data."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def finish_body(self, data: bytes = b"") -> None:
@@ -58,8 +58,8 @@ class Reply:
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def fail(self, error: ApiError) -> None:
-        """End a started answer. A stream of events gets the error as its last event. For another
-        answer, the server closes the connection, which shows that the answer is incomplete."""
+        """End a started answer. A stream of events gets the error as its last event. An answer
+        without events stays incomplete, and the HTTP server closes the connection."""
         if not self.is_events or self.is_ended:
             return
         event = b"data: " + encode_error(error) + b"\n\n"
@@ -71,9 +71,9 @@ class Reply:
 
 
 async def pass_on(answer: NodeAnswer, reply: Reply) -> None:
-    """Send a node's answer. Raises NodeLost or NodeSlow, perhaps after `reply` has started."""
+    """Send a node's answer to `reply`. Raises NodeLost or NodeSlow, also after `reply` started."""
     dropped = _HOP_BY_HOP
-    if answer.is_chunked:  # a content-length is ignored then, and may be wrong
+    if answer.is_chunked:  # the content-length of a chunked answer is ignored, and may be wrong
         dropped = dropped | {b"content-length"}
     headers = [(name, value) for name, value in answer.headers if name not in dropped]
     reply.is_events = answer.status == 200 and answer.content_type == _EVENTS
@@ -128,7 +128,7 @@ async def _pass_events(answer: NodeAnswer, reply: Reply, headers: Headers) -> No
 
 
 async def _next_chunk(answer: NodeAnswer, events: WholeEvents) -> bytes:
-    """Return more of a stream; b"" at its end, also if the node is lost after the last event."""
+    """Return a stream's next bytes; b"" at its end, or if the node is lost after the last event."""
     try:
         return await answer.read_chunk()
     except NodeError:
@@ -138,11 +138,11 @@ async def _next_chunk(answer: NodeAnswer, events: WholeEvents) -> bytes:
 
 
 class WholeEvents:
-    """Splits a stream of bytes into whole events."""
+    """Splits a stream of bytes into whole server-sent events."""
 
     def __init__(self) -> None:
         self._tail = bytearray()
-        self.is_done = False  # the last event of the stream has come
+        self.is_done = False  # the stream's last event has been added
 
     @property
     def rest(self) -> bytes:
@@ -151,7 +151,7 @@ class WholeEvents:
 
     def add(self, chunk: bytes) -> bytes:
         """Add a chunk; return all complete events. Raises NodeLost for an event over HELD_BYTES."""
-        seen = max(0, len(self._tail) - 3)  # an end may span two chunks
+        seen = max(0, len(self._tail) - 3)  # the end of an event may span two chunks
         self._tail += chunk
         end = 0
         for mark in (b"\n\n", b"\r\n\r\n"):

@@ -47,11 +47,11 @@ from .upstream import NodeRequest
 
 logger = logging.getLogger(__name__)
 
-# Bytes of bodies held at once, over all clients.
+# Limit of the bytes of request bodies in memory at once, over all clients.
 MAX_HELD_BYTES = 1024 * MIB
 _PREFIX = "/v1/"
 _OTHER_PATHS = ("/tokenize", "/detokenize", "/version", "/ping")
-# No other header of a client reaches a node, so that no client can pose as a proxy.
+# The only client headers that nodes get, so that a client cannot send a proxy's headers to a node.
 _PASSED_HEADERS = frozenset(
     (b"accept", b"accept-language", b"access-control-request-headers",
      b"access-control-request-method", b"authorization", b"content-encoding", b"content-type",
@@ -95,14 +95,14 @@ class Router:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Check every node once, and repeatedly from then on. Nodes that differ cause only a
-        warning, because they may be in a rolling restart, and the nodes that agree can answer."""
+        """Check every node once, then start the repeated checks. Nodes that do not match only cause
+        a warning, because a rolling restart may be running, and the matching nodes can answer."""
         self._ended = asyncio.get_running_loop().create_future()
         await self.nodes.probe_all()
         self._watch = asyncio.create_task(self.nodes.poll_health())
 
     def end_requests(self) -> None:
-        """End all open answers at once, with an error that gives the reason. Idempotent."""
+        """End all open answers at once, each with an error that says why. Idempotent."""
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
@@ -117,7 +117,7 @@ class Router:
         if scope["type"] != "http" and not is_socket:
             return
         try:
-            if not scope["path"].startswith("/nodes"):  # /nodes has a stricter check
+            if not scope["path"].startswith("/nodes"):  # _check_admin has a stricter check of Host
                 check_host(scope, self._allowed_hosts)
             if is_socket:
                 check_origin(scope, None)
@@ -171,7 +171,7 @@ class Router:
         )
 
     def _drain(self, scope: Scope, *, is_draining: bool) -> Response:
-        """Start or end the draining of a node, which gets no new requests but finishes its own."""
+        """Start or end a node's draining: the node finishes its requests and gets no more."""
         urls = parse_qs(scope["query_string"].decode("latin-1")).get("url", [])
         node = self.nodes.by_url(urls[0]) if len(urls) == 1 else None
         if node is None:
@@ -186,10 +186,10 @@ class Router:
         return _json(_state_of(node))
 
     def _check_admin(self, scope: Scope) -> None:
-        """Raise ApiError unless this client may see and control the nodes. The client needs the
-        admin key; without such a key it must be on this machine."""
+        """Raise ApiError unless this client may read and control the nodes. The client must send
+        the admin key; if the router has no admin key, the client must be on this machine."""
         headers = dict(scope["headers"])
-        if b"origin" in headers:  # a page in a browser, from any site
+        if b"origin" in headers:  # the request comes from a web page
             raise ApiError("this route takes no requests of web pages", status=403, code="origin")
         if self._key_digest is not None:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
@@ -200,7 +200,7 @@ class Router:
             message = "the key of --admin-key-file is needed: send `Authorization: Bearer <key>`"
             raise ApiError(message, status=401, kind="authentication_error", code="invalid_api_key")
         ends = [each[0] for each in (scope.get("client"), scope.get("server")) if each]
-        # A page may make its own name resolve to this machine; Host then has that name.
+        # DNS rebinding: a web page's host name may resolve to this machine, and Host has that name.
         host = host_in(headers.get(b"host", b""))
         ends.append("127.0.0.1" if host == "localhost" else host)
         if len(ends) < 3 or not all(_is_loopback(each) for each in ends):
@@ -219,9 +219,9 @@ class Router:
         outcome = "error"
         try:
             if is_socket:
-                # Held until the connection is closed, perhaps after the end of the request.
+                # This share counts a message's bytes until the connection is closed.
                 scope["extensions"][INCOMING].may_hold = Share(self.held).takes
-                await receive()  # the event of the connection
+                await receive()  # the event websocket.connect
                 await send_message(send, {"type": "websocket.accept"})
             with self._admitted() as share:
                 is_parts = scope["path"] == PARTS_PATH
@@ -234,7 +234,7 @@ class Router:
         except asyncio.CancelledError:
             outcome = "gone"
             raise
-        except Exception as failure:  # noqa: BLE001 - the border: every fault becomes an answer
+        except Exception as failure:  # noqa: BLE001 - every error becomes an HTTP answer
             error = to_api_error(failure)
             if error.code == "too_many_requests":
                 outcome = "too_many"
@@ -248,7 +248,7 @@ class Router:
             self.metrics.record_outcome(CLIENT, outcome, time.monotonic() - began)
 
     async def _forward(self, scope: Scope, receive: Receive, reply: Reply, share: Share) -> str:
-        """Pass a request to the nodes; return its outcome for the metrics."""
+        """Pass a request to the nodes; return the request's outcome for the metrics."""
         body, limits = b"", self._body_limits
         if scope["method"] not in ("GET", "HEAD", "OPTIONS", "DELETE"):
             counted = share.counted(receive, limits.max_body_bytes)
@@ -264,7 +264,7 @@ class Router:
     async def _forward_parts(
         self, scope: Scope, receive: Receive, reply: Reply, share: Share
     ) -> str:
-        """Pass the parts of a prompt on as they arrive. Returns the outcome, like `_forward`."""
+        """Pass each part of a prompt on as the part arrives; return the outcome for the metrics."""
         assert self._ended is not None
         limits = self._body_limits
         headers = self._headers(scope)
@@ -287,7 +287,7 @@ class Router:
 
     @contextmanager
     def _admitted(self) -> Iterator[Share]:
-        """Count a request as open during the block, and yield its share of the held bytes. Raises
+        """Count a request as open during the block, and yield the request's `Share`. Raises
         ApiError 429 if `max_waiting` requests are open."""
         if self.num_open >= self._config.max_waiting:
             raise too_many(f"{self.num_open} requests are open here, as many as the router takes")
@@ -332,7 +332,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _target(scope: Scope) -> bytes:
-    """Return path and query as the client's bytes."""
+    """Return the path and query of a request's URL as the client's bytes."""
     path: bytes = scope.get("raw_path") or scope["path"].encode()
     query: bytes = scope["query_string"]
     return path + (b"?" + query if query else b"")

@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from .nodes import Nodes, Role
 
-CLIENT = "client"  # the whole request, from the client's view
+CLIENT = "client"  # the `leg` label of a client's whole request
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-# The possible outcomes of each leg. A scrape shows all of them from the start.
+# The possible outcomes of each leg. Every outcome has a time series from the start of the router.
 OUTCOMES = {
     Role.PREFILL: ("ok", "refused", "unreachable", "lost", "timeout", "no_node", "gone"),
     Role.DECODE: ("ok", "refused", "unreachable", "lost", "timeout", "no_node", "gone"),

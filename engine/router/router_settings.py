@@ -18,7 +18,7 @@ from ..logs import LOG_LEVELS
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
-# Headers that the router makes itself, or that belong to one connection.
+# Headers that the router sets itself, or that belong to one connection.
 _OWN_HEADERS = ("connection", "content-length", "expect", "host", "te", "trailer",
                 "transfer-encoding", "upgrade")  # fmt: skip
 _MOST_SECONDS = 86400.0
@@ -36,12 +36,12 @@ class NodeAddress:
 
     @property
     def url(self) -> str:
-        """The address as a URL, which identifies the node everywhere."""
+        """The address as a URL, which is the node's name in logs and on `/nodes`."""
         return f"{'https' if self.is_tls else 'http'}://{self.authority}"
 
 
 def read_node(called: str, value: Any) -> NodeAddress:
-    """Return the address in a URL. Raises ConfigError unless it is `http://host:port` or https."""
+    """Return the address in a URL. Raises ConfigError for a URL unlike `http(s)://host:port`."""
     text = readers.text(called, value)
     try:
         url = urlsplit(text)
@@ -155,5 +155,5 @@ class RouterConfig:
                 raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}")
 
 
-# Every flag except --prefill and --decode, which may be repeated.
+# The options of all flags except the repeatable flags --prefill and --decode.
 ROUTER_OPTIONS: Mapping[str, Option] = options_of(RouterConfig, "router")

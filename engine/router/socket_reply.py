@@ -2,8 +2,8 @@
 """`SocketReply`: sends a node's HTTP answer as messages of a client's websocket.
 
     application/json   one message
-    events             one message each; the connection's close takes the place of [DONE]
-    an error           one message, and a close with the code of the error
+    events             one message for each event; the close replaces the event [DONE]
+    an error           one message, and a close with the close code of the error
 
 A node's answer that is not JSON is replaced by an error object, because the client expects JSON."""
 
@@ -18,7 +18,7 @@ from .proxy import NODE
 from .relay import Reply
 from .upstream import Headers, NodeLost
 
-# Limit of a whole answer: it is one message, so it is held until its end.
+# Limit of a single JSON answer, which is held until its end because it becomes one message.
 MAX_HELD_BYTES = 64 * 1024 * 1024
 _DATA = b"data: "
 _LAST_EVENT = b"[DONE]"
@@ -26,7 +26,7 @@ _MAX_REASON_BYTES = 123
 
 
 class _SaidDetail(msgspec.Struct):
-    """The fields of a node's error that this module reads; the node may be other software."""
+    """The fields of a node's error object that this module reads."""
 
     message: str
     type: str | None = None
@@ -47,12 +47,12 @@ class SocketReply(Reply):
         self._error: ApiError | None = None
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Record the status, which determines the close code. Status and headers are not sent."""
+        """Record the status, which determines the websocket's close code, and send nothing."""
         self.is_started = True
         self.status = status
 
     async def write(self, data: bytes) -> None:
-        """Send events, or collect a single answer. Raises NodeLost if the answer is too long."""
+        """Send events, or collect a single JSON answer. Raises NodeLost for a too long answer."""
         if self.is_events:
             await self._send_events(data)
             return
@@ -68,7 +68,7 @@ class SocketReply(Reply):
         await self._close()
 
     async def fail(self, error: ApiError) -> None:
-        """Send an error and close, even if no part of an answer was sent."""
+        """Send an error and close the websocket, even if no part of an answer was sent."""
         if not self.is_ended:
             self.is_ended = True
             await close_with_error(self._send, error)
@@ -80,7 +80,7 @@ class SocketReply(Reply):
                 await self._send_text(self._checked(data))
 
     def _checked(self, data: bytes) -> bytes:
-        """Return the client's message for a node's message. An error also sets the close code."""
+        """Return the client's message for a node's JSON. An error also sets the close code."""
         if self.status == 200 and not data.startswith(b'{"error"'):
             is_good = _is_json(data)
         else:
@@ -122,7 +122,7 @@ def _bad_answer(status: int) -> ApiError:
 
 def _read_error(data: bytes, status: int) -> ApiError | None:
     """Return the error object in a node's answer; None if the answer is not an error object."""
-    status = status if status >= 400 else 500  # an error within a stream
+    status = status if status >= 400 else 500  # an error event in a stream has the status 200
     try:
         said = _error_decoder.decode(data).error
         data.decode()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An HTTP/1.1 request to a node and its answer, read as fast as the client takes it.
+"""An HTTP/1.1 request to a node, and the answer, which is read as fast as the client reads.
 
-Every request has its own connection. A request never gets a connection that the node has just
-closed, and an early close shows the node that the client no longer waits."""
+Every request has its own connection, so no request gets a kept-alive connection that the node has
+just closed. If the router closes early, the node detects that the client has disconnected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _READ_BYTES = 64 * 1024
 
 
 class NodeError(Exception):
-    """The request to a node failed. `outcome` is the outcome's name in the metrics."""
+    """The request to a node failed. `outcome` is the value of the metrics' label `outcome`."""
 
     outcome = "failed"
 
@@ -50,27 +50,27 @@ class NodeSlow(NodeError):
 class BodyRest(Protocol):
     """The rest of a request body, which the client has not sent yet."""
 
-    was_read: bool  # a part was passed on: no other node can get the whole body
+    was_read: bool  # True: a part was passed on, so no other node can get the whole body
 
     async def read_more(self) -> bytes:
-        """Return the next bytes, or b"" after the end. Raises ApiError and ClientGone."""
+        """Return the body's next bytes, or b"" after the end. Raises ApiError and ClientGone."""
 
     def stop_reading(self) -> None:
         """Stop reading the body, because the node now answers."""
 
     def when_stopped(self, call: Callable[[float], None]) -> None:
-        """Call `call` with the event loop's time when reading stops; at once if it has stopped."""
+        """Call `call` with the event loop's time when reading stops or has stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRequest:
-    """A request to a node. `headers` must not have framing headers, which are added later."""
+    """A request to a node. `headers` must lack the headers that `write_request` adds."""
 
     method: bytes
     target: bytes
     headers: Headers = ()
     body: bytes = b""
-    rest: BodyRest | None = None  # after `body`
+    rest: BodyRest | None = None  # the bytes of the request body that follow `body`
 
     @property
     def was_relayed(self) -> bool:
@@ -79,15 +79,15 @@ class NodeRequest:
 
 
 class NodeAnswer:
-    """The status and headers of an answer, and its body in chunks. Only the kernel and one small
-    buffer read ahead, so a fast node with a slow client cannot fill the memory."""
+    """A node's answer: status, headers, and the body in chunks. Only the kernel's buffers and one
+    small buffer hold unread bytes, so a fast node with a slow client cannot fill the memory."""
 
     def __init__(self, connection: _Connection, head: h11.Response) -> None:
         self._connection = connection
         self.status = head.status_code
         self.headers: Headers = list(head.headers)
         names = {name for name, _ in self.headers}
-        # The end of such an answer cannot be told from a lost connection.
+        # True: the close ends the body, so a lost connection looks like the end of the answer.
         self.ends_by_closing = not names & {b"content-length", b"transfer-encoding"}
         self.is_chunked = b"transfer-encoding" in names
 
@@ -111,7 +111,7 @@ class NodeAnswer:
         return bytes(chunk)
 
     async def read_whole(self, limit: int) -> bytes:
-        """Return the whole body. Raises NodeLost if it is longer than `limit`."""
+        """Return the whole body. Raises NodeLost for a body of more than `limit` bytes."""
         body = bytearray()
         while chunk := await self.read_chunk():
             body += chunk
@@ -121,7 +121,7 @@ class NodeAnswer:
 
 
 class _Connection:
-    """A connection to a node that yields HTTP events and waits `wait_seconds` at most for each."""
+    """A connection to a node. A read of an HTTP event waits for bytes at most `wait_seconds`."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, wait_seconds: float
@@ -129,7 +129,7 @@ class _Connection:
         self._reader = reader
         self._writer = writer
         self._wait_seconds = wait_seconds
-        self._is_sending = False  # while True, the node may be silent
+        self._is_sending = False  # True: the body is being sent, so `wait_seconds` does not apply
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
         self.is_finished = False
 
@@ -149,12 +149,12 @@ class _Connection:
             self._writer.write(self._http.send(h11.Data(data=request.body)) or b"")
         if request.rest is None:
             self._http.send(h11.EndOfMessage())
-        # A node may answer and close before it has read the whole request; its answer counts.
+        # A node may answer and close the connection before it has read the whole request.
         with suppress(ConnectionError):
             await self._drain()
 
     async def write_rest(self, rest: BodyRest) -> h11.Response:
-        """Send the rest of the body as it arrives. Return the head of the answer, which may come
+        """Send each part of `rest` when it arrives. Return the head of the answer, which may come
         before the end of the body. Raises NodeLost, NodeSlow, and the errors of `rest`."""
         self._is_sending = True
         sending = asyncio.ensure_future(self._send_rest(rest))
@@ -178,7 +178,7 @@ class _Connection:
             self._writer.write(self._http.send(h11.Data(data=chunk)) or b"")
             try:
                 await self._drain()
-            except ConnectionError:  # the answer may already be here
+            except ConnectionError:  # the node may have answered before it closed the connection
                 return
         self._writer.write(self._http.send(h11.EndOfMessage()) or b"")
 
@@ -190,7 +190,7 @@ class _Connection:
             raise NodeSlow(f"did not take the request in {self._wait_seconds:g} s") from None
 
     async def read_head(self) -> h11.Response:
-        """Return the head of the answer; informational (1xx) responses before it are dropped."""
+        """Return the head of the answer. Informational (1xx) responses before it are dropped."""
         while True:
             event = await self.read_event()
             if isinstance(event, h11.Response):
@@ -201,7 +201,7 @@ class _Connection:
                 raise NodeLost("closed the connection without an answer")
 
     async def read_event(self) -> h11.Event:
-        """Return the next event. Raises NodeLost or NodeSlow."""
+        """Return the next HTTP event. Raises NodeLost or NodeSlow."""
         while True:
             try:
                 event = self._http.next_event()
@@ -215,11 +215,11 @@ class _Connection:
             self._http.receive_data(await self._read_bytes())
 
     def ready_event(self) -> h11.Event | None:
-        """Return the next event if it is received, else None; `read_event` raises errors."""
+        """Return the next HTTP event if it is received, else None; leave errors to `read_event`."""
         try:
             event = self._http.next_event()
         except h11.RemoteProtocolError:
-            return None  # `read_event` raises it again
+            return None  # the next call of `read_event` raises the error
         return event if isinstance(event, h11.Event) else None
 
     async def _read_bytes(self) -> bytes:
@@ -244,7 +244,7 @@ async def exchange(
 ) -> AsyncIterator[NodeAnswer]:
     """Send a request, and yield the answer once its head has arrived. The connection is closed at
     the end of the block, or aborted if the answer was not read to its end. During the block,
-    `transports` has its transport; if another caller aborts the transport, this raises NodeLost."""
+    `transports` contains the connection's transport; if it is aborted, reads raise NodeLost."""
     context = None
     if address.is_tls:
         assert tls is not None  # an https address never gets a plain connection

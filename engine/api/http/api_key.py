@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API key check: an ASGI middleware for every route except the open ones."""
+"""The check of the API key: an ASGI middleware for all routes that are not in `open_paths`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..api_errors import ApiError, error_response
 
-HEALTH_PATH = "/health"  # probes use it without a key
-NODE_PATH = "/node"  # routers use it without a key
-ASKING = ("http", "websocket")  # scopes of clients; other scopes are the server's own
+HEALTH_PATH = "/health"  # health probes request this path without a key
+NODE_PATH = "/node"  # routers request this path without a key
+ASKING = ("http", "websocket")  # types of ASGI scopes that are a client's request
 
 
 class ApiKeyMiddleware:
@@ -39,6 +39,6 @@ class ApiKeyMiddleware:
             if name == b"authorization":
                 given = value
         scheme, _, key = given.partition(b" ")
-        # All digests have one length, so the time reveals neither the key nor its length.
+        # All digests have one length, so the time of the comparison does not reveal the key.
         same = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
         return same and scheme.lower() == b"bearer"

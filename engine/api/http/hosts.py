@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check of the Host header, which limits the names under which a server answers requests.
 
-After a web page is loaded, its site can make its own name resolve to this machine (DNS rebinding).
-The browser then treats the page and a server on this machine as one origin, and the page's requests
-have the page's name in Host. A server that listens on loopback and needs no key accepts only an
-address, localhost or a configured name in Host. A page cannot put an address into Host."""
+After a browser has loaded a web page, the page's host name can be made to resolve to this machine
+(DNS rebinding). The browser then treats the page and a server on this machine as one origin, and
+the page's requests have the page's host name in Host. A server that listens on loopback and needs
+no key accepts only an IP address, localhost or a configured name in Host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN_CHARACTERS = 64
 def hosts_to_check(
     given: Sequence[str], listens_on: str, *, asks_for_key: bool
 ) -> frozenset[str] | None:
-    """Return the names that Host may have; None for any. `given` is from --allowed-hosts."""
+    """Return the allowed values of Host; None for any. `given`: the names of --allowed-hosts."""
     if ANY in given or (not given and (asks_for_key or not is_loopback(listens_on))):
         return None
     return frozenset((*given, listens_on.lower()))
@@ -34,7 +34,7 @@ def check_host(scope: Scope, allowed: frozenset[str] | None) -> None:
     if allowed is None:
         return
     header = next((value for name, value in scope["headers"] if name == b"host"), None)
-    if header is None:  # HTTP/1.0, which no browser speaks
+    if header is None:  # a request of HTTP/1.0, which no browser sends
         return
     name = host_in(header)
     if name in allowed or is_no_foreign_name(name):

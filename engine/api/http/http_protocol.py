@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HttpProtocol`: one connection, with limits on request heads and on clients that stop reading."""
+"""`HttpProtocol`: one HTTP connection, with limits for request heads and for slow readers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .stalled_reader import StalledReader
 
 logger = logging.getLogger(__name__)
 
-# The only path at which a request may become a websocket; other paths ignore `Upgrade`.
+# The only path at which a request may become a websocket. Other paths ignore the header `Upgrade`.
 PARTS_PATH = "/v1/completions/parts"
 
-# Limit on the request line and all headers together, even while they are incomplete.
+# Limit of a request head: the bytes of the request line and all headers, complete or not.
 MAX_HEADER_BYTES = 64 * 1024
 HEAD_SECONDS = 30.0
-# A client must read some waiting bytes within this time. The kernel reports reading in large steps,
-# so a shorter time would end slow connections.
+# The time within which a client must read some of the bytes that wait for it. The kernel reports
+# reading in large steps, so a shorter time would close slow connections.
 STALL_SECONDS = 300.0
 _INVALID = ApiError("this is no valid HTTP request; send HTTP/1.1", code="invalid_http")
 
 
 class _BoundedHeads(h11.Connection):
-    """An h11 connection that limits every request head; h11 limits only heads in parts."""
+    """An h11 connection that limits every request head. h11 itself limits only incomplete heads."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         if self.their_state is not h11.IDLE:
@@ -48,9 +48,9 @@ class _BoundedHeads(h11.Connection):
 class HttpProtocol(H11Protocol):
     """An HTTP connection, made by uvicorn, with limits on the time without progress.
 
-    Without limits, a client that sends no head, or half of a head, would keep the connection open
-    for ever. A client that does not read would also keep its answer in memory. Bytes that are not
-    HTTP are answered with an error object."""
+    Without time limits, a client that sends no request head or half of a head would keep the
+    connection open without end, and a client that does not read would keep its answer in memory.
+    Bytes that are not HTTP are answered with an error object."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -67,7 +67,7 @@ class HttpProtocol(H11Protocol):
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
-        """Process bytes. A timer runs until the request head is whole; a body has its own limit."""
+        """Process received bytes. HEAD_SECONDS limit the time until a request head is whole."""
         if self._lingering.lingers:
             return
         super().data_received(data)
@@ -79,43 +79,43 @@ class HttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Start watching the client's reading, because the write buffer is over its limit."""
+        """Start to watch whether the client reads, because the write buffer is over its limit."""
         super().pause_writing()
         self._reader.start_watching(STALL_SECONDS)
 
     def resume_writing(self) -> None:
-        """Stop watching, as the client has read most bytes. A closing connection stays watched."""
+        """Stop watching whether the client reads, unless the connection is closing."""
         if not self.transport.is_closing():
             self._reader.stop_watching()
         super().resume_writing()
 
     def shutdown(self) -> None:
-        """Close the connection when the server ends. A TLS close needs the client's reply, which
-        an idle client does not send, so the transport is aborted if no bytes wait to be sent."""
+        """Close the connection when the server ends. A TLS close waits for a reply, which an idle
+        client does not send, so the transport is aborted if no bytes wait to be sent."""
         super().shutdown()
         if self.scheme != "https" or not self.transport.is_closing():
             return
         try:
             is_told = not self.transport.get_write_buffer_size()
-        except AttributeError:  # by asyncio: the connection is lost, `connection_lost` comes later
+        except AttributeError:  # asyncio raises this for a lost connection
             return
         if is_told:
             self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close the connection, and watch the client's reading of the last bytes."""
+        """Close the idle connection, and watch whether the client reads the last bytes."""
         super().timeout_keep_alive_handler()
         self._reader.start_watching(STALL_SECONDS)
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        """Hand the connection over to WebSocketProtocol, with the bytes after the head."""
+        """Make the connection a WebSocketProtocol, which also gets the bytes after the head."""
         super().handle_websocket_upgrade(event)
         early, _ = self.conn.trailing_data
         if early and not self.transport.is_closing():
             cast(asyncio.Protocol, self.transport.get_protocol()).data_received(early)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer invalid HTTP with an error object in the form of all other errors."""
+        """Answer invalid HTTP with an error object, as other errors are answered."""
         body = encode_error(_INVALID)
         headers = [
             (b"content-type", b"application/json"),

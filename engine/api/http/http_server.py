@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP server: uvicorn, with the limits and time-outs of this project.
+"""`HttpServer`: uvicorn, with additional limits and time-outs.
 
 The server's sockets are bound before the model is loaded, so a port in use is reported early."""
 
@@ -16,18 +16,18 @@ from ....tiers.settings.values import MIB
 from .http_protocol import MAX_HEADER_BYTES, STALL_SECONDS, HttpProtocol
 from .websocket_protocol import PING_SECONDS, WebSocketProtocol
 
-KEEP_ALIVE_SECONDS = 75  # longer than load balancers usually wait: the balancer closes first
+KEEP_ALIVE_SECONDS = 75  # longer than most load balancers wait, so that the balancer closes first
 BACKLOG = 2048
 
 
 class HttpServer(uvicorn.Server):
-    """The HTTP server. `serve(sockets)` runs it, and setting `should_exit` stops it gracefully."""
+    """The HTTP server. `serve(sockets)` runs it, and `should_exit = True` ends it gracefully."""
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         for sock in sockets or ():
             if sock.family in (socket.AF_INET, socket.AF_INET6):
-                # Accepted sockets inherit TCP_NODELAY; asyncio sets it only for sockets made with
-                # an explicit protocol. Without it tokens wait 40 ms for a delayed ACK.
+                # Accepted sockets inherit TCP_NODELAY from the listening socket; asyncio does not
+                # set the option here. Without TCP_NODELAY tokens wait 40 ms for a delayed ACK.
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await super().serve(sockets)
 
@@ -43,8 +43,8 @@ def make_server(
     """Return a server that does not run yet. `log_level` is one of uvicorn's names; at `info` the
     caller, not the server, logs the server's start and end. At shutdown, running requests have
     `shutdown_seconds` to finish. With `tls`, from `make_tls_context`, the server accepts only
-    https. A websocket message has at most `max_message_bytes` and may not be compressed, because a
-    few bytes could expand to that size."""
+    https. A websocket message has at most `max_message_bytes`; compressed messages are refused,
+    because a few bytes could expand to that size."""
     config = uvicorn.Config(
         app,
         http=HttpProtocol,

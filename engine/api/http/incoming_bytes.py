@@ -1,47 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """`IncomingBytes`: counts the bytes of a websocket's messages that wait in the server.
 
-    a message that is not whole     its fragments, and the bytes of the next one
-    messages that are whole         until the application takes them
+    an incomplete message     the whole fragments, and the received bytes of the next fragment
+    whole messages            all bytes, until the application takes the messages
 
-The application's ASGI scope has the count, for a limit. ASGI reports only whole messages."""
+The ASGI scope has the count, because ASGI itself reports only whole messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-INCOMING = "stratakv.incoming"  # among the extensions of a websocket's scope
+INCOMING = "stratakv.incoming"  # the key of `IncomingBytes` in the extensions of an ASGI scope
 
 
 @dataclass(slots=True, eq=False)
 class IncomingBytes:
-    """The count of one websocket's bytes. `may_hold` is called with the new count, and returns
-    whether the server may hold that many bytes."""
+    """The count of one websocket's waiting bytes. `may_hold` is called with each new count, and
+    returns whether the server may hold that many bytes."""
 
     clock: Callable[[], float]
     may_hold: Callable[[int], bool] = lambda num_bytes: True
-    began_at: float | None = None  # when the unfinished message began; None: there is none
+    began_at: float | None = None  # the start of the incomplete message; None: all are whole
     _in_frames: int = 0
     _waiting: int = 0
 
     def add_frame(self, num_bytes: int) -> None:
-        """Count a whole frame of the message that is still unfinished."""
+        """Count the bytes of a whole frame of the incomplete message."""
         self._in_frames += num_bytes
 
     def end_message(self, *, is_kept: bool) -> None:
-        """Count the message as whole. A message that `is_kept` waits for the application."""
+        """Count the message as whole. `is_kept`: the message waits for the application."""
         if is_kept:
             self._waiting += self._in_frames
         self._in_frames, self.began_at = 0, None
 
     def take_messages(self) -> None:
-        """Stop counting whole messages, because the application has taken all of them."""
+        """Stop counting whole messages, because the application has taken all messages."""
         self._waiting = 0
-        self.may_hold(self._in_frames)  # fewer than before, so the result does not matter
+        self.may_hold(self._in_frames)  # report the count; a smaller count is always allowed
 
     def measure(self, num_unread: int) -> bool:
-        """Whether the server may hold all waiting bytes and `num_unread` of an unfinished frame."""
+        """Return whether the server may hold the counted bytes and `num_unread` bytes more."""
         num_begun = self._in_frames + num_unread
         if not num_begun:
             self.began_at = None

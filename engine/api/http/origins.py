@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check of the Origin header, which limits the web pages that may open a websocket.
 
-A browser lets a page open a websocket to any host and read from it. For other requests to another
-origin the browser asks the host first (CORS), but not for a websocket. The server itself refuses
-the pages that CORS would refuse. Programs other than browsers send no Origin."""
+A browser lets a web page open a websocket to any host, without the check (CORS) that applies to
+other requests to another origin. The server itself refuses a websocket from a web page whose other
+requests CORS would refuse. Programs other than browsers send no Origin."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN_CHARACTERS = 64
 
 
 def check_origin(scope: Scope, allowed: CrossOrigin | None) -> None:
-    """Raise ApiError for a request of a page of another origin that is not allowed."""
+    """Raise ApiError for a web page whose origin is neither this server nor in `allowed`."""
     given = [value for name, value in scope["headers"] if name == b"origin"]
     if not given:
         return
@@ -37,7 +37,7 @@ def check_origin(scope: Scope, allowed: CrossOrigin | None) -> None:
 
 
 def _is_own(origin: str, scope: Scope) -> bool:
-    """Whether the page came from this host and port; a proxy may have changed the scheme."""
+    """Return whether the page is of this host and port; a proxy may have changed the scheme."""
     hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
     try:
         page = urlsplit(origin)

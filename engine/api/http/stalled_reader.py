@@ -10,8 +10,8 @@ logger = logging.getLogger(__name__)
 
 
 class StalledReader:
-    """Watches one transport while its write buffer has bytes. The application adds no bytes
-    meanwhile, so a smaller buffer means that the client reads."""
+    """Watches one transport while its write buffer has bytes. The application adds no bytes during
+    the watch, so a shrinking buffer means that the client reads."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
         self._loop = loop
@@ -23,7 +23,7 @@ class StalledReader:
         """The number of bytes in the transport's write buffer."""
         try:
             return self._transport.get_write_buffer_size()
-        except AttributeError:  # by asyncio, for a TLS connection that was closed twice
+        except AttributeError:  # asyncio raises this for a TLS connection that was closed twice
             return 0
 
     def start_watching(self, seconds: float) -> None:

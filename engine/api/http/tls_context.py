@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TLS context of the server, from files of certificates and keys."""
+"""Makes the server's TLS context from files of certificates and keys."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class _Encrypted(Exception):
 
 
 def make_tls_context(server: ServerConfig) -> ssl.SSLContext | None:
-    """Return the TLS context of the server's sockets, or None for plain HTTP; at least TLS 1.2. The
-    context is made before the model is loaded, so that a bad file is reported early. Raises
+    """Return the TLS context of the server's sockets (TLS 1.2 or later), or None for plain HTTP.
+    The context is made before the model is loaded, so that a bad file is reported early. Raises
     ConfigError, with the flag and the file, for files that cannot be used."""
     certificate, key = server.ssl_certfile, server.ssl_keyfile
     if certificate is None:
@@ -49,7 +49,7 @@ def make_tls_context(server: ServerConfig) -> ssl.SSLContext | None:
 
 
 def _read_certificates(flag: str, path: Path, context: ssl.SSLContext) -> None:
-    """Make `context` trust a file's certificates. Raises ConfigError if the file holds none."""
+    """Make `context` trust a file's certificates. Raises ConfigError if the file has none."""
     _check_readable(flag, path)
     try:
         context.load_verify_locations(path)
@@ -58,7 +58,7 @@ def _read_certificates(flag: str, path: Path, context: ssl.SSLContext) -> None:
 
 
 def _check_readable(flag: str, path: Path) -> None:
-    # Opening a pipe would wait for its other end.
+    # A named pipe is refused, because opening a pipe would wait for a writer.
     if path.exists() and not path.is_file():
         raise ConfigError(f"{flag} {path} is no ordinary file; give one in PEM form")
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WebSocketProtocol`: one websocket, with limits on the bytes held for it in either direction."""
+"""`WebSocketProtocol`: one websocket, with limits on the bytes that wait in either direction."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .http_protocol import STALL_SECONDS
 from .incoming_bytes import INCOMING, IncomingBytes
 from .stalled_reader import StalledReader
 
-# Bytes parsed at a time. The smallest message has 6 bytes, so at most 682 messages wait for the
-# application, and other connections have their turn after each piece.
+# Bytes that are parsed at a time. The smallest message has 6 bytes, so at most 682 messages wait
+# for the application. Other connections are served between two pieces.
 PIECE_BYTES = 4096
-# Fragments of one message. `ws_max_size` bounds only bytes, so this limit bounds empty fragments.
+# Limit of the fragments of one message. `ws_max_size` limits bytes, so not empty fragments.
 MAX_FRAGMENTS = 16384
-TOO_MANY = "too_many_requests"  # the reason that a client gets with TRY_AGAIN_LATER
+TOO_MANY = "too_many_requests"  # the reason in a close frame with the code TRY_AGAIN_LATER
 PING_SECONDS = 20.0
 _NO_HANDSHAKE = ApiError(
     "the websocket's handshake cannot be read; send at most 128 headers, of 8192 bytes each",
@@ -35,20 +35,19 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     """A websocket connection, which HttpProtocol makes for an upgrade request.
 
     Bytes are parsed piece by piece. Parsing stops while a message waits for the application or the
-    client does not read answers, so a flood of frames or pings costs only one read of the socket.
-    """
+    client does not read answers, so a flood of frames costs only one read of the socket."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._unparsed = bytearray()
         self._incoming = IncomingBytes(self.loop.time)
         self._next_parse: asyncio.Handle | None = None
-        self._is_blocked = False  # the client does not read
+        self._is_blocked = False  # the write buffer is full, because the client does not read
         self._is_lost = False
         self._has_closed = False  # the application has closed the websocket
 
     def connection_made(self, transport: BaseTransport) -> None:
-        """Take the connection over from HttpProtocol; the first bytes are the upgrade request."""
+        """Take a connection over from HttpProtocol, which then passes the upgrade request."""
         super().connection_made(transport)
         self._reader = StalledReader(self.loop, cast(asyncio.Transport, transport))
 
@@ -62,7 +61,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes. The first call has the whole upgrade request."""
+        """Process received bytes. In the first call, `data` is the whole upgrade request."""
         if self.handshake_initiated:
             self._unparsed += data
             self._parse()
@@ -72,7 +71,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self._refuse_handshake()
 
     async def receive(self) -> ASGIReceiveEvent:
-        """Wait for the next message. Parsing continues once all messages are taken."""
+        """Return the next message. After the last waiting message, parsing continues."""
         message = await super().receive()
         if self.queue.empty():
             self._incoming.take_messages()
@@ -80,9 +79,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         return message
 
     async def send(self, message: Any) -> None:
-        """Send a message once the write buffer has room. After a close message, the client's
-        remaining bytes are parsed and dropped, up to its own close frame. Raises ClientDisconnected
-        if the connection was closed because of the client's error."""
+        """Send a message once the write buffer has room. After a close message, the client's bytes
+        are parsed and dropped until the client's own close frame. Raises ClientDisconnected if the
+        connection was closed because of the client's error."""
         if self.close_sent and not self._has_closed:
             raise ClientDisconnected
         if message["type"] == "websocket.close":
@@ -91,17 +90,17 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if self._has_closed:
             self._parse_soon()
         elif message["type"] == "websocket.http.response.body" and self.close_sent:
-            self.handshake_complete = True  # a refusal ends it too; uvicorn would log a fault
+            self.handshake_complete = True  # else uvicorn would log a refused handshake as an error
 
     def pause_writing(self) -> None:
-        """Watch the client's reading, and stop parsing, as each ping would add a pong to send."""
+        """Stop parsing, as each ping would add a pong, and watch whether the client reads."""
         super().pause_writing()
         self._is_blocked = True
         self._set_reading()
         self._reader.start_watching(STALL_SECONDS)
 
     def resume_writing(self) -> None:
-        """Parse again, as the client has read most bytes. A closing connection stays watched."""
+        """Continue parsing, and stop watching the client unless the connection is closing."""
         super().resume_writing()
         self._is_blocked = False
         if not self.transport.is_closing():
@@ -109,23 +108,23 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._parse_soon()
 
     def shutdown(self) -> None:
-        """End the connection. The application gets the same time to finish as an HTTP request."""
+        """End the connection when the server ends; a running answer may finish, as with HTTP."""
         if self.close_sent or not self.handshake_initiated:
             super().shutdown()
 
     def on_task_complete(self, task: asyncio.Task[None]) -> None:
-        """Watch the client's reading of the last bytes after the application's end."""
+        """Watch whether the client reads the last bytes, after the application has ended."""
         super().on_task_complete(task)
         if not self._is_lost and self._reader.num_waiting:
             self._reader.start_watching(STALL_SECONDS)
 
     def keepalive_timeout(self) -> None:
-        """Abort the connection of a client that sent no pong and would not read a close frame."""
+        """Abort the connection of a client that sent no pong: it would not read a close frame."""
         super().keepalive_timeout()
         self.transport.abort()
 
     def handle_connect(self, event: Request) -> None:
-        """Process the handshake, and put IncomingBytes into the application's scope."""
+        """Process the handshake, and add IncomingBytes to the application's ASGI scope."""
         super().handle_connect(event)
         if not self.close_sent:
             cast(dict[str, Any], self.scope["extensions"])[INCOMING] = self._incoming
@@ -139,7 +138,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().handle_bytes(event)
 
     def handle_cont(self, event: Frame) -> None:
-        """Count a further fragment; fail a message of more than MAX_FRAGMENTS fragments."""
+        """Count a further fragment. Close the websocket after more than MAX_FRAGMENTS fragments."""
         if self.close_sent:
             return
         self._incoming.add_frame(len(event.data))
@@ -151,7 +150,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().handle_cont(event)
 
     def send_receive_event_to_app(self) -> None:
-        """Queue a whole message. A text that is not UTF-8 is refused without a log line."""
+        """Queue a whole message for the application. Refuse a text that is not UTF-8."""
         self._incoming.end_message(is_kept=not self.close_sent)
         if self.curr_msg_data_type == "text" and not self.close_sent:
             self.frames = [b"".join(self.frames)]
@@ -172,7 +171,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self._next_parse = self.loop.call_soon(self._parse)
 
     def _parse(self) -> None:
-        """Parse one piece of the bytes; resume reading after the last piece."""
+        """Parse one piece of the received bytes. After the last piece, read the socket again."""
         if self._next_parse is not None:
             self._next_parse.cancel()
             self._next_parse = None
@@ -193,7 +192,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             return
         self.frames = []
         self._incoming.drop_all()
-        if self.close_sent:  # the close was already sent
+        if self.close_sent:  # a close frame was sent already
             self.transport.abort()
         else:
             self._fail(CloseCode.TRY_AGAIN_LATER, TOO_MANY)

@@ -2,8 +2,8 @@
 """The metrics of the engine core and its tiers, made from the core's replies to the call `stats`.
 
 `metric_tables.py` maps the values in `stats` to metrics. Each scrape requests new values from the
-core. If the core does not reply, the scrape shows the last values, their age, and whether the core
-is alive."""
+engine core. If the core does not reply, the scrape has the last values, the age of the last values,
+and whether the core is alive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .metric_tables import Kind, Shown, Table
 logger = logging.getLogger(__name__)
 
 CoreStats = Mapping[str, Any]
-# Values of the labels of one sample, and its figure: a number or a histogram.
+# A sample of a metric: the values of its labels, and a number or a histogram.
 Sample = tuple[tuple[str, ...], Any]
 
 _Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
@@ -36,7 +36,7 @@ _FAMILIES: dict[Kind, type[_Family]] = {
 
 
 class CoreCollector(Collector):
-    """A Prometheus collector, which keeps the last values. Every metric has the `labels`."""
+    """A Prometheus collector that keeps the last values. Every metric has the `labels`."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._names = list(labels)
@@ -46,7 +46,7 @@ class CoreCollector(Collector):
         self._is_alive = True
 
     async def refresh(self, client: EngineClient, timeout_seconds: float) -> None:
-        """Request new values from the core; without a reply in time, keep the last values."""
+        """Request new values from the engine core; without a timely reply, keep the last values."""
         try:
             self._stats = await client.call("stats", timeout_seconds=timeout_seconds)
             self._taken_seconds = time.monotonic()
@@ -55,7 +55,7 @@ class CoreCollector(Collector):
         self._is_alive = client.is_alive
 
     def describe(self) -> list[Metric]:
-        """Return no metric families, because the families depend on the core's parts."""
+        """Return no metric families, because the families depend on the engine core's parts."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -92,7 +92,7 @@ class CoreCollector(Collector):
             yield self._by_label(shown, "cause", counts)
 
     def _adapters(self, figures: CoreStats) -> Iterator[Metric]:
-        """Yield the requests of each adapter; none for a model that takes no adapters."""
+        """Yield the metric of LoRA adapters with requests; nothing if the engine has no LoRA."""
         if not figures["max_adapters"]:
             return
         states = ("running", "waiting")
@@ -101,7 +101,7 @@ class CoreCollector(Collector):
         yield self._family(tables.LORA_REQUESTS, ("adapter", "state"), samples)
         labels = {"max_lora": str(figures["max_adapters"])}
         labels |= {f"{each}_lora_adapters": ",".join(figures[each]) for each in states}
-        # Gateways take the newest of several samples by its value.
+        # The value of a LORA_INFO sample is the time, so gateways can find the newest sample.
         yield self._family(tables.LORA_INFO, labels, [(tuple(labels.values()), time.time())])
 
     def _core(self, figures: CoreStats, tiers: Iterable[str]) -> Iterator[Metric]:
@@ -109,7 +109,7 @@ class CoreCollector(Collector):
         yield self._info(tables.CACHE_CONFIG, figures["cache_config"])
         if figures["offload_config"] is not None:
             yield self._info(tables.OFFLOAD_CONFIG, figures["offload_config"])
-        # Without a price the saving is unknown; 0 would mean that nothing was saved.
+        # Until the seconds per token are measured, the saved time is unknown, and 0 would be wrong.
         if figures["seconds_per_token"] is not None:
             yield self._one(tables.PRICE, figures["seconds_per_token"])
             saved = figures["saved_seconds"]
@@ -129,7 +129,7 @@ class CoreCollector(Collector):
         yield self._by_label(tables.BLOCKS_DROPPED, "cause", figures["blocks_dropped"])
         yield self._by_label(tables.DECLINED, "tier", figures["declined_tokens"])
         for key, shown in tables.ESTIMATES:
-            # A tier that never pays, or was not measured, has None here.
+            # The estimate is None for a tier that was not measured or is always slower to load.
             known = {tier: n for tier, n in figures["estimates"][key].items() if n is not None}
             yield self._by_label(shown, "tier", known)
         if (rate := figures["estimates"]["prefill_tokens_per_second"]) is not None:
@@ -158,7 +158,7 @@ class CoreCollector(Collector):
             yield self._one(shown, blocks / slab["capacity_blocks"])
 
     def _tiering(self, connector: CoreStats) -> Iterator[Metric]:
-        """Yield the metrics labelled with a tier's position; the first tier is above all stores."""
+        """Yield the metrics whose label is a tier's position and name."""
         tiers = connector["tiers"]
         places = {name: f"{i}:{name}" if i else "0:primary" for i, name in enumerate(tiers)}
         for key, shown in tables.LOOKUPS:
@@ -215,7 +215,7 @@ class CoreCollector(Collector):
 
 
 def _buckets(histogram: CoreStats) -> list[tuple[str, float]]:
-    """Return each bound with the number of observations up to it. The last bound is +Inf."""
+    """Return each bound with the number of observations up to the bound. The last bound is +Inf."""
     buckets = []
     so_far = 0
     for bound, count in zip([*histogram["bounds"], "+Inf"], histogram["counts"], strict=True):

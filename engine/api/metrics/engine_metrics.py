@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front's metrics of requests, with vLLM's names, which users' dashboards already read.
+"""The HTTP server's metrics of requests, with vLLM's names, which users' dashboards already read.
 
-A `Watch` records one request; each output of the engine is one observation, whatever its number of
-tokens. `core_metrics.py` has the metrics of the core. Durations are seconds of the monotonic clock.
-"""
+A `Watch` records one request; each output of the engine is one observation, for any number of
+tokens. Durations are seconds of the monotonic clock. `core_metrics.py` has the core's metrics."""
 
 from __future__ import annotations
 
@@ -29,13 +28,13 @@ _TOKENS = (
     1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10_000.0,
     20_000.0, 50_000.0, 100_000.0, 200_000.0,
 )  # fmt: skip
-# Phases of a request that the core times; the last output has the times.
+# Phases of a request that the engine core times. A request's last output has the phases' seconds.
 TIMED_PHASES = ("queue", "prefill", "decode")
-COMPUTED = "local_compute"  # the source of prompt tokens that no tier had
+COMPUTED = "local_compute"  # the label `source` of prompt tokens that the engine computed
 
 
 class Metrics:
-    """The metrics of one served model, in their own registry."""
+    """The metrics of one served model, in a separate Prometheus registry."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
@@ -98,7 +97,7 @@ class Metrics:
         )  # fmt: skip
 
     def show_tiers(self, tiers: Iterable[str]) -> None:
-        """Create the metrics of every tier, so that a scrape shows them even while they are 0."""
+        """Create the metrics of every tier, so that a scrape has them even with the value 0."""
         for tier in tiers:
             self.cached_by_source.labels(*self.label_values, tier)
             self.by_source.labels(*self.label_values, tier)
@@ -110,7 +109,7 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         histogram = Histogram(name, text, LABELS, buckets=buckets, registry=self.registry)
-        # The child is kept: a look-up by label values costs as much as the observation.
+        # The child metric is kept, because `labels()` costs as much time as an observation.
         return histogram.labels(*self.label_values)
 
     def _counter(self, name: str, text: str) -> Counter:
@@ -129,7 +128,7 @@ class Watch:
         self._metrics = metrics
         self._arrival = arrival_seconds
         self._num_prompt_tokens = num_prompt_tokens
-        self._first = self._last = 0.0  # times of outputs with tokens; 0: none yet
+        self._first = self._last = 0.0  # times of the first and last output with tokens; 0: none
         self._num_tokens = 0
         self._is_closed = False
 
@@ -145,7 +144,7 @@ class Watch:
             self._last = now
             self._num_tokens += len(output.token_ids)
             metrics.generation_tokens.inc(len(output.token_ids))
-        if output.num_cached_tokens is not None:  # the prompt has been read
+        if output.num_cached_tokens is not None:  # set in one output, after the prompt is computed
             num_tokens, labels = self._num_prompt_tokens, metrics.label_values
             metrics.prompt_tokens.inc(num_tokens)
             metrics.cached_tokens.inc(output.num_cached_tokens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the metrics for the values in the core's `stats`: names, types and help texts.
+"""Tables that map values in the engine core's `stats` to metrics: names, types and help texts.
 
 Users' dashboards and autoscalers already read the names that begin with `vllm:`. `docs/metrics.md`
 explains each metric in full."""
@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-LABELS = ("model_name", "engine")  # on every metric
+LABELS = ("model_name", "engine")  # the labels of every metric
 
 CAUSES = ("preemption", "load_failed", "load_given_up")
 
@@ -40,19 +40,19 @@ def _histogram(name: str, text: str) -> Shown:
     return Shown(name, Kind.HISTOGRAM, text)
 
 
-# Rows of a table: the key of the figure, and its metric.
+# The rows of a table: the key of a value in `stats`, and the metric that shows the value.
 Table = tuple[tuple[str, Shown], ...]
 
 UP = _gauge("stratakv:engine_up", "1 while the engine core is alive.")
 AGE = _gauge("stratakv:stats_age_seconds", "Age of the core's figures.")
 
-# Prompts that come in parts.
+# Metrics of prompts that arrive in parts.
 SESSIONS: Table = (
     ("num_open", _gauge("stratakv:open_sessions", "Prompts that come in parts, under way.")),
     ("num_timed_out", _counter("stratakv:sessions_timed_out", "Prompts whose next part was late.")),
 )
 
-# Scheduler metrics. `stats` lacks a counter until its first count; until then it is shown as 0.
+# Metrics of the scheduler. A counter that `stats` lacks, before its first count, is shown as 0.
 SCHEDULER: Table = (
     ("num_running", _gauge("vllm:num_requests_running", "Requests being computed.")),
     ("num_waiting", _gauge("vllm:num_requests_waiting", "Requests that wait or load.")),
@@ -106,7 +106,7 @@ LORA_INFO = _gauge("vllm:lora_requests_info", "Adapters with requests, as labels
 RECOMPUTES = _counter("stratakv:recomputes", "Times a request computed tokens again.")
 RECOMPUTED_TOKENS = _counter("stratakv:recomputed_tokens", "Tokens computed again.")
 
-# Metrics of draft tokens, if the engine uses them.
+# Metrics of draft tokens, for an engine with speculative decoding.
 SPECULATION: Table = (
     (
         "num_drafts",
@@ -143,7 +143,7 @@ POOL: Table = (
     ("reuse_gap", _histogram("vllm:kv_block_reuse_gap_seconds", "Between two uses of a block.")),
 )
 
-# Step metrics.
+# Metrics of the engine core's steps.
 CORE: Table = (
     ("iteration_tokens", _histogram("vllm:iteration_tokens_total", "Tokens of a step.")),
     (
@@ -156,7 +156,7 @@ SAVED = _counter("stratakv:prefill_seconds_saved", "Time of computing what was f
 CACHE_CONFIG = _gauge("vllm:cache_config_info", "Settings of the KV pool, as labels.")
 OFFLOAD_CONFIG = _gauge("vllm:kv_offload_config_info", "Settings of the tiers, as labels.")
 
-# Connector metrics, if there is a connector.
+# Metrics of the connector, which an engine without tiers lacks.
 CONNECTOR: Table = (
     ("stores", _counter("stratakv:stores", "Copy jobs from the KV pool to the tiers.")),
     ("stored_blocks", _counter("stratakv:stored_blocks", "Blocks copied out of the KV pool.")),
@@ -190,7 +190,7 @@ CONNECTOR: Table = (
         _counter("vllm:kv_offload_allocation_failure", "Stores the cpu tier lacked room for."),
     ),
 )
-# The estimates, by tier, that decide between loading and computing.
+# Metrics of the estimates for each tier by which the engine loads or computes a prefix.
 ESTIMATES: Table = (
     ("break_even_tokens", _gauge("stratakv:break_even_tokens", "Prompts longer are loaded.")),
     (
@@ -218,7 +218,7 @@ EXTERNAL_HITS = _counter(
     "vllm:external_prefix_cache_hits", "Prompt tokens that came from these tiers."
 )
 
-# Prompts that were computed for other engines, which continue them.
+# Metrics of requests whose prompts were computed for other engines (role prefill).
 HANDOVER: Table = (
     ("num_held", _gauge("stratakv:answers_held", "Answers that wait for their blocks.")),
     ("handed_over", _counter("stratakv:handed_over", "Requests whose prompts were handed over.")),
@@ -229,7 +229,7 @@ HANDOVER: Table = (
     ("seconds", _counter("stratakv:answers_held_seconds", "For which answers were held.")),
 )
 
-# The CPU tier as other engines read it.
+# Metrics of the process that lets other engines read the CPU tier.
 SERVING: Table = (
     ("serving_up", _gauge("stratakv:serving_up", "Whether other engines can read the CPU tier.")),
     ("serving_starts", _counter("stratakv:serving_starts", "Processes started to serve it.")),
@@ -265,7 +265,7 @@ TIER: Table = (
         _counter("stratakv:corrupt_records_dropped", "Records forgotten as damaged or unreadable."),
     ),
 )
-# Metrics of each tier with a second label.
+# Metrics of each tier that have a second label: key in `stats`, name of the label, metric.
 TIER_BY_LABEL: tuple[tuple[str, str, Shown], ...] = (
     (
         "rejected",
@@ -275,24 +275,24 @@ TIER_BY_LABEL: tuple[tuple[str, str, Shown], ...] = (
     ("errors", "kind", _counter("stratakv:tier_errors", "Faults of a tier, each a miss.")),
 )
 
-# The shares of the cpu tier's slots that transfers hold now.
+# Metrics of the shares of the cpu tier's slots that transfers hold now.
 CPU_USAGE = _gauge("vllm:kv_offload_cpu_cache_usage_perc", "Part held by transfers.")
 CPU_READ_USAGE = _gauge("vllm:kv_offload_cpu_cache_read_usage_perc", "Part being read.")
 CPU_WRITE_USAGE = _gauge("vllm:kv_offload_cpu_cache_write_usage_perc", "Part being filled.")
 
-# Connector metrics; the label `tier` is position and name, such as `0:primary` and `1:ssd`.
+# Metrics of the connector whose label `tier` is position and name, such as `0:primary`, `1:ssd`.
 LOOKUPS: Table = (
     ("lookup_queries", _counter(f"{_TIERING}chunk_queries", "Chunks looked up in a tier.")),
     ("lookup_hits", _counter(f"{_TIERING}chunk_hits", "Chunks that were there.")),
 )
-# Metrics of each store below the cpu tier, from its tier's figures; the label is as above.
+# Metrics of each store below the cpu tier, from the tier's values; the label `tier` is as `1:ssd`.
 STORE: Table = (
     ("loaded_bytes", _counter(f"{_TIERING}read_bytes", "Bytes read from a tier.")),
     ("load_seconds", _counter(f"{_TIERING}read_time", "Time of these reads.")),
     ("stored_bytes", _counter(f"{_TIERING}write_bytes", "Bytes written to a tier.")),
     ("store_seconds", _counter(f"{_TIERING}write_time", "Time of these writes.")),
 )
-# Further metrics of each store below the cpu tier, from the figures of its traffic.
+# More metrics of each store below the cpu tier, from the values of the store's traffic.
 TRAFFIC: Table = (
     ("active_promotions", _gauge(f"{_TIERING}active_promotion_jobs", "Reads under way.")),
     ("active_cascades", _gauge(f"{_TIERING}active_cascade_jobs", "Writes under way.")),
@@ -316,7 +316,7 @@ TRAFFIC: Table = (
     ),
 )
 
-# Figures of the same stores, labelled with the tier's own name.
+# Metrics of each store below the cpu tier whose label `tier` is the tier's name alone.
 STORE_HEALTH: Table = (
     (
         "unadmitted_blocks",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs a line of statistics every few seconds while there is work.
+"""Logs a line of statistics every few seconds while the engine has requests.
 
     running 12, waiting 3, prompts 3,410 tok/s (62 % cached), computed 1,800 tok/s, pool 43 %
 
-Rates and preemptions are differences of two replies to `stats`; other values are current."""
+Rates and preemptions are differences of two replies to `stats`; other values are the latest."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 10.0
 
-Stats = Mapping[str, Any]  # the core's answer to the call `stats`
+Stats = Mapping[str, Any]  # the engine core's reply to the call `stats`
 
 
 class StatsLog:
-    """Writes the log line, in the client's event loop."""
+    """Writes the line of statistics, in the event loop of the engine's client."""
 
     def __init__(self, client: EngineClient, period_seconds: float = PERIOD_SECONDS) -> None:
         self._client = client
@@ -32,7 +32,7 @@ class StatsLog:
         self._last_seconds = 0.0
 
     async def run(self) -> None:
-        """Log every period until cancelled or until the core has ended."""
+        """Log a line every period until cancelled or until the engine core has ended."""
         while self._client.is_alive:
             await self._look()
             await asyncio.sleep(self._period)
@@ -52,10 +52,10 @@ class StatsLog:
 
 
 def describe(before: Stats, after: Stats, seconds: float) -> str:
-    """Describe the work between two replies to `stats` in one line; "" if there was no work."""
+    """Return a line about the work between two replies to `stats`; "" if there was no work."""
     scheduler = after["scheduler"]
     gained = _gained(before["scheduler"], scheduler)
-    waiting = scheduler["num_waiting"]  # includes requests whose blocks are being loaded
+    waiting = scheduler["num_waiting"]  # includes requests whose KV blocks are being loaded
     if not (gained("steps") or scheduler["num_running"] or waiting):
         return ""
     prompts = gained("prompt_tokens")

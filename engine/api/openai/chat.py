@@ -112,7 +112,7 @@ class ChatAnswer(Answer):
         return message
 
     def _delta(self, part: Part) -> Delta:
-        """Return a part as a delta, without content if it has only a thought or tool calls."""
+        """Return a part as a delta; a part with only a thought or tool calls has no content."""
         is_empty = part.reasoning is UNSET and not part.tool_calls
         content = part.text if part.text or is_empty else UNSET
         delta = Delta("assistant" if part.is_first else UNSET, content)
@@ -146,7 +146,7 @@ class ChatAnswer(Answer):
 
 
 async def create_chat_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
-    """Answer a request. With `follows`, the core only follows its prompt (see `follow.py`)."""
+    """Answer a chat request. With `follows`, only load the prompt's KV blocks (see `follow.py`)."""
     arrival_seconds = time.monotonic()
     request = await read_chat(front, http)
     tools = tools_of(front, request)
@@ -157,7 +157,7 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
         text = _with_pictures(front.pictures, request, text, pictures)
     (prompt,) = await front.resolve_prompts(
         text,
-        # The template writes the special tokens itself.
+        # The chat template writes special tokens, so by default the tokenizer adds no more.
         add_special_tokens=bool(request.add_special_tokens),
         truncate_to=request.truncate_prompt_tokens,
         max_tokens=request.most_tokens,
@@ -187,8 +187,8 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
 def _with_pictures(
     reader: PictureReader, request: ChatRequest, text: str, pictures: list[ProcessedPicture]
 ) -> str:
-    """Return the prompt with the texts of its pictures. Raises ApiError for a text that has the
-    placeholder of a picture."""
+    """Return the prompt, in which placeholder texts stand for the pictures. Raises ApiError if the
+    client's own text has the placeholder of a picture."""
     if pictures and request.truncate_prompt_tokens is not None:
         message = "`truncate_prompt_tokens` could cut a picture; leave it out"
         raise ApiError(message, param="truncate_prompt_tokens", code="invalid_value")
@@ -208,7 +208,7 @@ def _placed(front: Front, prompt: bytes, pictures: list[ProcessedPicture]) -> li
 
 
 def _answered_tool(request: ChatRequest) -> str:
-    """Return the tool whose result is the last message; "" if that message is no tool's result."""
+    """Return the tool whose result is the last message; "" for a last message of another role."""
     last = request.messages[-1] if request.messages else None
     if last is None or last.role != "tool":
         return ""
@@ -220,7 +220,7 @@ def _answered_tool(request: ChatRequest) -> str:
 
 
 def thoughts_of(marks: ReasoningMarks | None, request: ChatRequest, prompt: str) -> Thoughts | None:
-    """Return the splitter of thoughts for this prompt's answer; None if they stay in the text."""
+    """Return the splitter of thoughts for a prompt's answer; None if thoughts stay in the text."""
     if marks is None or request.separate_reasoning is False:
         return None
     goes_on = bool(request.continue_final_message)

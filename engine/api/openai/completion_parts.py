@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/completions/parts: a prompt that arrives in parts, one line of JSON each.
 
-    {"model": "m", "max_tokens": 64, "prompt": "What is said in"}     as of /v1/completions
+    {"model": "m", "max_tokens": 64, "prompt": "What is said in"}     fields of /v1/completions
     {"prompt": " the following text?\\n"}                             any number of further parts
 
-The engine computes each part while the next one arrives. The prompt ends with the body, or with a
-line that has `"is_last": true`, after which no line is read. The answer has the form of
+The engine computes each part while the next part arrives. The prompt ends at the end of the body,
+or at a line that has `"is_last": true`, after which no line is read. The answer has the form of
 /v1/completions. `parts_socket.py` reads the same parts as messages of a websocket."""
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from .response.kv_transfer_params import FIELD as KV_PARAMS
 from .response.kv_transfer_params import read_params
 from .response.streaming import before
 
-# Fields that need whole prompts, with their values that have no effect. `prompt_embeds` and
-# `truncate_prompt_tokens` have no such value.
+# Fields that need whole prompts, each with the accepted values, which have no effect. Every value
+# of `prompt_embeds` and `truncate_prompt_tokens` has an effect, so none is accepted.
 _WHOLE_ONLY: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "prompt_logprobs": (),
@@ -53,7 +53,7 @@ _WHOLE_ONLY: dict[str, tuple[object, ...]] = {
 class FirstPart(CompletionRequest, kw_only=True, forbid_unknown_fields=True):
     """The first part of a prompt, with all parameters of the answer."""
 
-    is_last: bool = False  # the prompt is whole
+    is_last: bool = False  # True: the first part is the whole prompt
 
 
 class FurtherPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -67,7 +67,7 @@ _part_decoder = msgspec.json.Decoder(FurtherPart)
 
 @dataclass(slots=True)
 class PartReader:
-    """Reads one prompt's parts, and makes the engine's request and its `Generation`."""
+    """Reads one prompt's parts, sends them to the engine, and makes the prompt's `Generation`."""
 
     front: Front
     http: HTTPConnection
@@ -75,11 +75,11 @@ class PartReader:
     parts: PromptParts
     own_id: str
     arrival_seconds: float
-    opened: str = ""  # the id of the engine's request, once it has tokens
+    opened: str = ""  # the id of the engine's request; "" until the prompt has tokens
 
     async def add_part(self, part: str | list[int], place: int) -> None:
-        """Add part number `place`. Raises ApiError for an invalid part, and PromptEnded if the
-        engine has ended the request."""
+        """Send part number `place` to the engine. Raises ApiError for an invalid part, and
+        PromptEnded if the engine has ended the request."""
         if not part:
             return
         front, parts = self.front, self.parts
@@ -96,7 +96,7 @@ class PartReader:
         except ValueError as error:
             raise front.refused_text(error, _name_of(place)) from None
         packed = pack_token_ids(tokens) if tokens else b""
-        if self.opened:  # sent also without tokens: each part restarts the time-out
+        if self.opened:  # a part without tokens is sent too, because each part restarts a time-out
             await front.client.extend_prompt(ExtendPrompt(self.opened, packed))
         if self.opened or not tokens:
             return
@@ -126,7 +126,7 @@ class PartReader:
         return self.generations(pack_token_ids(token_ids))
 
     def generations(self, prompt: bytes) -> list[Generation]:
-        """Return the `Generation` that answers this prompt; its id is the same in every call."""
+        """Return a list with the `Generation` for this prompt, with the same id in every call."""
         return make_generations(
             self.front,
             self.request,
@@ -138,7 +138,7 @@ class PartReader:
         )
 
     async def drop_prompt(self) -> None:
-        """Abort the engine's request, if it was opened."""
+        """Abort the engine's request if the engine has one for this prompt."""
         if self.opened:
             await self.front.client.drop_prompt(self.opened)
 
@@ -152,8 +152,8 @@ async def create_completion_of_parts(front: Front, http: Request) -> ASGIApp:
 async def read_parts(
     front: Front, http: HTTPConnection, messages: AsyncIterator[bytes]
 ) -> CompletionAnswer:
-    """Send the parts to the engine as `messages` yields them, up to the end or to a part with
-    `is_last`. Returns the answer, which has not started yet. Raises ApiError for an invalid part,
+    """Send each part to the engine as `messages` yields it, until the last message or a part with
+    `is_last`. Return the answer, which has not started yet. Raises ApiError for an invalid part,
     and the errors of `messages`. After an error the engine's request is aborted."""
     first = await anext(messages, b"")
     request = decode_body(first, _first_decoder)
@@ -180,10 +180,10 @@ async def read_parts(
             part = decode_body(message, _part_decoder)
             await reader.add_part(_text_of(part), place)
             is_last = part.is_last
-            await asyncio.sleep(0)  # other tasks have their turn between parts that came together
+            await asyncio.sleep(0)  # other tasks run between parts that arrived together
         reader.arrival_seconds = time.monotonic()
         generations = await reader.end_prompt()
-    except PromptEnded:  # the engine's output is the answer
+    except PromptEnded:  # the engine ended the request early; its output becomes the answer
         generations = reader.generations(pack_token_ids(parts.told))
     except PromptUnknown as error:
         raise ApiError(str(error), status=408, code="body_timeout") from None
@@ -207,13 +207,13 @@ def part_too_large(front: Front, what: str) -> ApiError:
 
 
 async def _read_lines(front: Front, http: Request) -> AsyncIterator[bytes]:
-    """Yield the non-empty lines of the body. Raises ApiError if a line is too long or too late or
-    if the server ends, and ClientGone if the client disconnects."""
+    """Yield the non-empty lines of the body. Raises ApiError if a line is too long, if a line is
+    late or if the server ends, and ClientGone if the client disconnects."""
     settings, ended = front.settings, front.in_flight.ended
-    pieces: list[bytes] = []  # the unfinished line
+    pieces: list[bytes] = []  # the received bytes of the incomplete line
     num_bytes = 0
     stream, clock = http.stream(), asyncio.get_running_loop().time
-    seconds = settings.body_timeout_seconds  # limit of the first part
+    seconds = settings.body_timeout_seconds  # the time limit of the first part
     deadline = clock() + seconds
     while True:
         try:

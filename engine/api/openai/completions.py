@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/completions: answers prompts with text and token ids.
 
-Every prompt is checked before the engine gets the first one."""
+All prompts of a request are checked before the engine gets any prompt."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ DEFAULT_COMPLETION_TOKENS = 16
 @dataclass(slots=True)
 class CompletionAnswer(Answer):
     """The answer to a completion request; a whole answer and a chunk have the same form. `echoes`
-    has the text of each prompt, or is empty."""
+    has the text of each prompt, or is empty without `echo`."""
 
     request: CompletionRequest
     echoes: list[str]
-    _forms: dict[int, CompletionForm] = field(default_factory=dict)  # the form of each choice
+    _forms: dict[int, CompletionForm] = field(default_factory=dict)  # by the index of a choice
 
     def whole(self, parts: list[Part], usage: Usage) -> Completion:
         return self.chunk(parts, usage)
@@ -61,7 +61,7 @@ class CompletionAnswer(Answer):
         )
 
     def select(self, wholes: Mapping[int, TextOutput]) -> list[Generation]:
-        """Return the `num_choices` answers to each prompt with the highest mean log-probability."""
+        """Return the `num_choices` best answers to each prompt, by their mean log-probability."""
         num_generated, num_choices = self.request.num_generated, self.request.num_choices
         if num_generated == num_choices:
             return self.generations
@@ -118,7 +118,7 @@ class CompletionAnswer(Answer):
 
 
 async def create_completion(front: Front, http: Request, *, follows: bool = False) -> ASGIApp:
-    """Answer a request. With `follows`, the core only follows its prompt (see `follow.py`)."""
+    """Answer a request. With `follows`, only load the prompts' KV blocks (see `follow.py`)."""
     arrival_seconds = time.monotonic()
     request = await read_completion(front, http)
     embeds: list[bytes] = []
@@ -196,10 +196,10 @@ def tasks_of(
     if max_tokens is None:
         max_tokens = default_max_tokens(front, DEFAULT_COMPLETION_TOKENS)
     elif max_tokens == 0:
-        max_tokens = 1  # the engine makes at least one token, which is dropped
+        max_tokens = 1  # the engine makes at least one token; this server drops the token
     logprobs = request.logprobs
     if logprobs is None and request.num_generated > request.num_choices:
-        logprobs = 0  # needed to select the best answers
+        logprobs = 0  # the selection of the best answers needs each token's own log-probability
     params = sampling_params(
         front,
         request,
@@ -225,13 +225,13 @@ def tasks_of(
 
 
 def _num_prompt_logprobs(request: CompletionRequest) -> int | None:
-    """Return the larger count of the two fields that request prompt log-probabilities."""
+    """Return the larger of `prompt_logprobs` and (with `echo`) `logprobs`, or None if not set."""
     counts = [request.prompt_logprobs, request.logprobs if request.echo else None]
     return max((count for count in counts if count is not None), default=None)
 
 
 def _echoes(front: Front, request: CompletionRequest, prompts: Sequence[bytes]) -> list[str]:
-    """Return the texts of the prompts: the client's text if it was not cut, else decoded tokens."""
+    """Return each prompt's text: the client's text, else the decoded token ids, as after a cut."""
     tokenizer = front.need_tokenizer("echo", "leave out `echo`")
     assert request.prompt is not None
     return [

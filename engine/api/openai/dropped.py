@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields inside messages, tools and `stream_options` that this server does not read.
+"""`DroppedFields`: counts and logs the unread fields inside messages, tools and `stream_options`.
 
-Clients send such fields because another server accepts them or has put them into its answers. The
-fields change no answer of this server, so they are ignored, counted, and logged once for each name.
-"""
+Clients send fields that only other servers accept, and fields that other servers put into answers.
+Unread fields change no answer of this server, so a request with an unread field is not refused."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from .request.protocol import (
 
 logger = logging.getLogger(__name__)
 
-# Clients choose the names, so the number of remembered and logged names is limited.
+# Limit of logged names of fields; clients choose the names and could fill memory and log.
 MAX_NAMES = 64
 _MAX_NAME_CHARACTERS = 64
 
@@ -33,7 +32,7 @@ _Raw = dict[str, msgspec.Raw]
 
 
 class _Nested(msgspec.Struct):
-    """The parts of a request that may have unread fields, decoded one level deep."""
+    """The fields of a request that may contain unread fields, decoded one level deep."""
 
     messages: list[_Raw] | None = None
     tools: list[_Raw] | None = None
@@ -57,14 +56,14 @@ _one = msgspec.json.Decoder(_Raw)
 
 
 class DroppedFields:
-    """Counts and logs dropped fields, for one server."""
+    """Counts and logs unread fields of requests, for one server."""
 
     def __init__(self, count: Callable[[int], None]) -> None:
         self._count = count
         self._told: set[str] = set()
 
     def report_unknown(self, body: bytes) -> None:
-        """Count and log the dropped fields of a request that was decoded without an error."""
+        """Count and log the unread fields of a request that was decoded without an error."""
         number = 0
         for name in unknown_fields(body):
             number += 1
@@ -80,7 +79,7 @@ class DroppedFields:
 
 
 def unknown_fields(body: bytes) -> Iterator[str]:
-    """Yield the fields that are not read, each as its path without indices, such as
+    """Yield the path of each unread field, without list indices, such as
     `messages.content.cache_control`."""
     nested = _nested.decode(body)
     yield from _others("stream_options", nested.stream_options or {}, _OF_OPTIONS)
@@ -111,7 +110,7 @@ def _in_function(place: str, given: _Raw, known: frozenset[str]) -> Iterator[str
 
 
 def _list_in(raw: msgspec.Raw | None) -> Sequence[_Raw]:
-    """Return the objects in a list; empty if `raw` is not a list."""
+    """Return the objects in a JSON list; empty if `raw` is not a list."""
     if raw is None or bytes(memoryview(raw)[:1]) != b"[":
         return ()
     return _several.decode(raw) or ()

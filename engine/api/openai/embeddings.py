@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST /v1/embeddings: answers each prompt with a vector.
 
-Every prompt is checked before the engine gets the first one. The vectors are hidden states of the
-served model, pooled as `--pooling` says, and normalized to length 1 unless `normalize` is false."""
+All prompts of a request are checked before the engine gets any prompt. A vector is made from the
+model's hidden states as `--pooling` says, and has the length 1 unless `normalize` is false."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class Embedding(msgspec.Struct):
-    """A vector: a list of numbers, or base64 of little-endian float32."""
+    """The vector of one prompt: a list of numbers, or base64 of little-endian float32."""
 
     object: Literal["embedding"]
     index: int
@@ -119,7 +119,7 @@ async def _collect_all(
 
 
 def _in_form(request: EmbeddingRequest, data: bytes | None) -> list[float] | str:
-    """Return the vector in the requested form. Raises ValueError for an invalid vector."""
+    """Return a vector as a list, or as base64 if requested. Raises ValueError for a bad vector."""
     normalize = request.normalize is not False
     vector: Vector = finish_vector(data, normalize=normalize, dimensions=request.dimensions)
     numbers = vector.astype("<f4")

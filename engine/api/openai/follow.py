@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /follow/v1/completions and /follow/v1/chat/completions: announce a later request whose
-prompt another node computes now.
+"""POST /follow/v1/completions and /follow/v1/chat/completions: prepare a node for a later request
+whose prompt another node computes now.
 
-The body is that of the later request. The tiers follow the prompt: they read its blocks while the
-other node stores them. The engine computes nothing; the reply counts the followed prompts."""
+The body is the body of the later request. The cache tiers *follow* the prompt: the tiers load the
+prompt's KV blocks while the other node stores the blocks. The engine computes nothing."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ..front import Front
 from .request.body import JSON
 from .response.generation import Generation
 
-FOLLOW = "/follow"  # the prefix of the request's path
+FOLLOW = "/follow"  # the prefix of the paths of these two routes
 
 
 class Followed(msgspec.Struct):
-    """The reply to a request of this route."""
+    """The reply to a request of /follow."""
 
-    followed: int  # prompts
+    followed: int  # number of prompts whose KV blocks the tiers load
     object: str = "follow"
 
 
 async def follow(front: Front, generations: Iterable[Generation]) -> ASGIApp:
-    """Make the core's tiers follow each prompt once. Raises ApiError if the core refuses one."""
+    """Make the engine core's tiers follow each prompt. Raises ApiError for a refused prompt."""
     count = 0
     for generation in generations:
         if generation.child:

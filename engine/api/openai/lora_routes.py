@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: adapters while the server runs.
-
-The routes exist only with `--lora-dir`, and adapters are read from that folder only.
-"""
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: load and unload LoRA adapters while the
+server runs. The routes exist only with `--lora-dir`, and read adapters from that folder only."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from .request.body import read_request
 
 
 class LoadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of a load. The last two fields are vLLM's, and need no value here."""
+    """The body of /v1/load_lora_adapter. The last two fields are vLLM's, and are optional here."""
 
     lora_name: str
     lora_path: str
@@ -82,15 +80,15 @@ def _checked_name(front: Front, name: str) -> str:
 
 
 def folder_within(base: Path, given: str) -> Path:
-    """Return a folder below `base`, both as given and after links are followed. Raises ValueError
-    for other paths, and for a folder with links to files outside."""
+    """Return the folder `given`, a path below `base`, with links resolved. Raises ValueError if the
+    folder is not below `base`, or contains a link to a file outside of `base`."""
     root = base.resolve()
     try:
         folder = (root / given).resolve()
         is_inside = folder != root and folder.is_relative_to(root) and folder.is_dir()
         files = list(folder.iterdir()) if is_inside else []
         leads_out = any(not each.resolve().is_relative_to(root) for each in files)
-    except (OSError, ValueError, RuntimeError):  # no right to look, a zero byte, a loop of links
+    except (OSError, ValueError, RuntimeError):  # no permission, a zero byte, a loop of links
         is_inside, leads_out = False, False
     if not is_inside:
         raise ValueError(f"{format_value(given)} is no folder in the server's --lora-dir")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text and the thought of a message, from its content, parts, refusal and reasoning fields."""
+"""Functions that read a message's text, thought and picture URLs from the message's fields."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..api_errors import ApiError
 from .request.protocol import ChatMessage, ContentPart, ImageUrl
 from .templates.template_probe import PICTURE_MARK
 
-# Types of parts that hold text, each with its field. Chats use the first type; the next two are its
-# names in OpenAI's newer API.
+# Types of content parts that hold text, each with the field of the text. Chats use `text`; OpenAI's
+# Responses API has the names `input_text` and `output_text` for the same type.
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _THOUGHTS = {"thinking": "thinking", "reasoning": "text"}
 _PICTURES = {"image_url": "image_url", "input_image": "image_url"}
@@ -19,7 +19,7 @@ _MAX_QUOTED_CHARACTERS = 64
 
 
 def text_of(message: ChatMessage) -> str:
-    """Return the text of a message: its parts, joined by line breaks, and the model's refusal."""
+    """Return a message's text: the text parts joined by line breaks, and the model's refusal."""
     content = message.content
     if isinstance(content, list) and any(part.type in _PICTURES for part in content):
         return "".join(_texts_in(content, {**_TEXTS, **_PICTURES}))
@@ -37,7 +37,7 @@ def thought_of(message: ChatMessage) -> str:
 
 
 def picture_urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
-    """Return the place and the address of each picture of a conversation, in order."""
+    """Return, for each picture of a conversation in order, its path in the request and its URL."""
     found = []
     for number, message in enumerate(messages):
         for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
@@ -49,7 +49,7 @@ def picture_urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
 
 
 def check_parts(message: ChatMessage, place: str, *, reads_pictures: bool = False) -> None:
-    """Raise ApiError for the first part that holds no text."""
+    """Raise ApiError for the first content part of an unsupported type or without its content."""
     if not isinstance(message.content, list):
         return
     for index, part in enumerate(message.content):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PartsSocket`: a websocket at /v1/completions/parts, whose messages are the parts of one prompt.
 
-    {"model": "m", "max_tokens": 64, "prompt": "What is said in"}     as of /v1/completions
+    {"model": "m", "max_tokens": 64, "prompt": "What is said in"}     fields of /v1/completions
     {"prompt": " the following text?\\n", "is_last": true}            the prompt is whole
 
 The answer is one message with the JSON of /v1/completions, or one message per chunk with `stream`;
-the close code is 1000. An error is one message with the error object, and sets the close code. A
-connection serves one prompt; a client that closes the connection aborts the answer."""
+the close code after an answer is 1000. An error is one message with the error object, followed by a
+close with an error code. A connection serves one prompt; a client that closes early aborts it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class PartsSocket:
-    """The websocket's route, an ASGI application."""
+    """The ASGI application that serves websockets at /v1/completions/parts."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -47,12 +47,12 @@ class PartsSocket:
             return
         with self._front.in_flight:
             try:
-                await receive()  # the event of the connection
+                await receive()  # the event websocket.connect
                 await send_message(send, {"type": "websocket.accept"})
                 await self._answer(scope, receive, send)
             except ClientGone:
                 logger.debug("a client left before its answer was whole")
-            except Exception as error:  # noqa: BLE001 - the border: every fault becomes an answer
+            except Exception as error:  # noqa: BLE001 - every error becomes an HTTP answer
                 await close_with_error(send, to_api_error(error))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,10 +68,10 @@ class PartsSocket:
 
 
 async def _read_messages(front: Front, receive: Receive) -> AsyncIterator[bytes]:
-    """Yield the client's messages. Raises ApiError if a message is not text, too long or too late,
-    or if the server ends, and ClientGone if the client disconnects."""
+    """Yield the client's messages. Raises ApiError if a message is not text, too long or late, or
+    if the server ends, and ClientGone if the client disconnects."""
     clock, ended = asyncio.get_running_loop().time, front.in_flight.ended
-    seconds = front.settings.body_timeout_seconds  # limit of the first part
+    seconds = front.settings.body_timeout_seconds  # the time limit of the first part
     while True:
         try:
             message = await before(receive(), clock() + seconds, ended)

@@ -3,8 +3,8 @@
 
 base.py      findings, and the run of checks
 probe.py     the script that runs in the other engine's Python, without StrataKV
-python.py    its results: that Python, its packages, vLLM
-host.py      this machine for an engine or a cache server, and the list of its checks
+python.py    the script's results: that Python, its packages, vLLM
+host.py      this machine for an engine or a cache server, and the list of checks for it
 machine.py   memory, shared memory, the clock
 disk.py      the place of an SSD tier
 servers.py   cache servers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of checks, called findings. Each finding is one line of output and has a level."""
+"""`Finding`: the result of a check of `stratakv doctor`, one line of output with a level."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ class Level(StrEnum):
 
 
 class Finding(NamedTuple):
-    """The result of a check: the subject `what`, its state `fact`, and the remedy `cure`, if
-    any."""
+    """The result of a check: the subject `what`, the subject's state `fact`, a remedy `cure`."""
 
     level: Level
     what: str
@@ -45,12 +44,12 @@ def problem(what: str, fact: str, cure: str) -> Finding:
 
 
 Case = TypeVar("Case")
-# A check reads the state of the machine and changes nothing.
+# A check is a function that reads the state of the machine and changes nothing.
 Check = Callable[[Case], Iterable[Finding]]
 
 
 def run_checks(checks: Sequence[Check[Case]], case: Case) -> list[Finding]:
-    """Return the findings of all checks in order. An OSError of a check becomes a warning."""
+    """Return the findings of all checks in order. A check that raises OSError becomes a warning."""
     found: list[Finding] = []
     for check in checks:
         try:

@@ -32,7 +32,7 @@ _REMOTE = re.compile(
 def check_disks(
     ssd: SsdSettings, check: Callable[[SsdSettings], Iterator[Finding]]
 ) -> Iterator[Finding]:
-    """Run `check` for each disk with its share of the size, and check that the disks differ."""
+    """Run `check` for each disk with the disk's share of the size; check that the disks differ."""
     share = ssd.capacity_bytes // max(1, len(ssd.paths))
     devices: dict[int, Path] = {}
     for path in ssd.paths:
@@ -47,8 +47,8 @@ def check_disks(
 
 
 def check_ssd(ssd: SsdSettings, namespace: bytes, host: str) -> Iterator[Finding]:
-    """Check that the SSD tier can be at its path. `namespace` is the prefix of the namespaces of
-    chunks of `host`, another engine."""
+    """Check that an SSD tier for another engine can be at the path in `ssd`. `host` names the other
+    engine, and `namespace` is the prefix of the namespaces of the other engine's chunks."""
     there = yield from _check_path(ssd)
     if there is None or ssd.path is None:
         return
@@ -58,7 +58,7 @@ def check_ssd(ssd: SsdSettings, namespace: bytes, host: str) -> Iterator[Finding
 
 
 def check_folder(ssd: SsdSettings) -> Iterator[Finding]:
-    """Check that a tier of StrataKV can be at its path; the tier's content is not checked."""
+    """Check that an SSD tier can be at the path in `ssd`; the tier's content is not checked."""
     there = yield from _check_path(ssd)
     if there is None or ssd.path is None:
         return
@@ -72,7 +72,7 @@ def check_folder(ssd: SsdSettings) -> Iterator[Finding]:
 
 
 def _check_path(ssd: SsdSettings) -> Generator[Finding, None, Path | None]:
-    """Check the path, and return its nearest existing folder; None if no tier can be made in it."""
+    """Check the path; return the nearest existing folder, or None if no tier can be made in it."""
     assert ssd.path is not None
     path = ssd.path.absolute()
     there = next(each for each in (path, *path.parents) if os.path.lexists(each))

@@ -23,17 +23,17 @@ from .base import Check, Finding, ok, problem, warning
 from .disk import check_disks, check_folder
 from .machine import check_clock, check_huge_pages, check_memory
 
-MACHINES = ("x86_64", "aarch64")  # the processors that the code is built and tested for
-POPULATE, COLLAPSE = (5, 14), (6, 1)  # kernels with MADV_POPULATE_WRITE and MADV_COLLAPSE
-FEWEST_FILES = 4096  # descriptors: connections, data connections and files of the tiers
+MACHINES = ("x86_64", "aarch64")  # the processors for which StrataKV is built and tested
+POPULATE, COLLAPSE = (5, 14), (6, 1)  # first Linux with MADV_POPULATE_WRITE, and MADV_COLLAPSE
+FEWEST_FILES = 4096  # file descriptors that connections and the files of the tiers may need
 SHARED_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 GPU_FILE = Path("/dev/nvidiactl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCase:
-    """The planned use of this machine by an engine or a cache server. An empty `device` means a GPU
-    if there is one, else the CPU."""
+    """The planned use of this machine by an engine or a cache server. An empty `device` means the
+    GPU of a machine with a GPU, else the CPU."""
 
     cpu_bytes: int
     huge_pages: bool = False
@@ -93,7 +93,7 @@ def check_tier_memory(case: HostCase) -> Iterator[Finding]:
     try:
         setting = case.shared_huge_pages.read_text()
     except OSError:
-        return  # this kernel lacks the setting
+        return  # this kernel lacks the setting of huge pages
     if "[deny]" in setting:
         yield warning(
             "huge pages", f"{case.shared_huge_pages} denies them, so that the cpu tier lies on "
@@ -148,7 +148,7 @@ def check_ports(case: HostCase) -> Iterator[Finding]:
 
 
 def check_certificates(case: HostCase) -> Iterator[Finding]:
-    """Check that certificate and key match, last for a while, and that the key is private."""
+    """Check that certificate and key match, stay valid for a while, and that the key is private."""
     if case.tls is None:
         return
     try:

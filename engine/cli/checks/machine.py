@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of memory, shared memory and the clock, within the limits of process and container."""
+"""Checks of memory, shared memory and the clock, with the limits of the process and container."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ....tiers.slab.host_memory import MEMINFO, available_memory_bytes
 from ....tiers.slab.shared_memory import HUGE_PAGE_BYTES
 from .base import Finding, ok, problem, warning
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where engines make their regions
-# Share of the available memory; beyond it other processes would have almost no memory.
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - engines make regions of shared memory here
+# The share of available memory above which a warning says that other processes may lack memory.
 TIGHT_SHARE = 0.9
 
-_TIMEX_BYTES = 512  # more than struct timex has
-_CLOCK_UNKNOWN = 5  # TIME_ERROR
+_TIMEX_BYTES = 512  # more bytes than struct timex has
+_CLOCK_UNKNOWN = 5  # adjtimex's result TIME_ERROR: the clock is not synchronised
 
 
 def check_shared_memory(region_bytes: int, folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
-    """Check that a region of `region_bytes` fits into the file system of shared memory."""
+    """Check that `region_bytes` fit into the file system of shared memory."""
     try:
         space = os.statvfs(folder)
     except OSError as error:
@@ -48,7 +48,7 @@ def check_shared_memory(region_bytes: int, folder: Path = SHARED_MEMORY) -> Iter
 def check_memory(
     slab_bytes: int, region_bytes: int, available: int | None = None
 ) -> Iterator[Finding]:
-    """Check that host and container have the memory that slab and region need at the start."""
+    """Check that the available memory suffices for the cpu tier's slab and the shared region."""
     wanted = slab_bytes + region_bytes
     shown = f"slab {rough_size(slab_bytes)} + region {rough_size(region_bytes)}"
     left = available_memory_bytes() if available is None else available
@@ -72,7 +72,7 @@ def check_memory(
 
 
 def check_huge_pages(slab_bytes: int, meminfo: Path = MEMINFO) -> Iterator[Finding]:
-    """Check that enough huge pages are reserved and free."""
+    """Check that enough huge pages for `slab_bytes` are reserved and free."""
     rows = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
     free = int(rows.get("HugePages_Free", "0").split()[0])
     needed = -(-slab_bytes // HUGE_PAGE_BYTES)
@@ -89,7 +89,7 @@ def check_huge_pages(slab_bytes: int, meminfo: Path = MEMINFO) -> Iterator[Findi
 def check_clock() -> Iterator[Finding]:
     """Check that the kernel's clock is synchronised, because certificates depend on the clock."""
     libc = ctypes.CDLL(None, use_errno=True)
-    state = libc.adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))  # zeros: a read only
+    state = libc.adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))  # zeros change no clock
     if state < 0:
         yield warning("clock", "cannot be looked at", "see that it is right")
     elif state == _CLOCK_UNKNOWN:

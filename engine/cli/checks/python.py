@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the Python that runs another engine: the engine's version must be supported, and
-StrataKV and the packages it needs must be installed.
+StrataKV and the packages that StrataKV needs must be installed.
 
 The checks run `probe.py` in the other engine's Python, and the probe imports that engine. The
 import takes seconds, but only an import shows whether the engine can be imported."""
@@ -24,10 +24,10 @@ from .base import Finding, ok, problem, warning
 
 PROBE = Path(__file__).with_name("probe.py")
 MARK = "stratakv-probe "
-PROBE_SECONDS = 180.0  # an import of vLLM from a slow disk
+PROBE_SECONDS = 180.0  # time limit of the probe, for an import of vLLM from a slow disk
 LEAST_PYTHON = (3, 11)
 
-# The modules that the tiers import, each with its package.
+# The modules that StrataKV's tiers import, each with the package that has the module.
 OURS = "stratakv.connector.vllm.build"
 PACKAGES = {
     "stratakv": "stratakv",
@@ -47,8 +47,8 @@ class Module(msgspec.Struct, frozen=True):
 
 
 class VllmModule(msgspec.Struct, frozen=True):
-    """Facts about vLLM, or the error of its import. `roots` has its block hashes' root, computed
-    twice."""
+    """Facts about vLLM, or the error of vLLM's import. `roots` has the root of vLLM's block hashes,
+    computed twice."""
 
     version: str = ""
     error: str = ""
@@ -73,13 +73,13 @@ class NoFacts(Exception):
 
 
 class TooSlow(NoFacts):
-    """The probe did not end in time, which does not mean that a package is faulty."""
+    """The probe did not end in time, perhaps because the machine is busy."""
 
 
 def ask_python(python: str, hash_algorithm: str, environment: Mapping[str, str]) -> PythonFacts:
     """Run the probe with the interpreter `python`, and return its facts. Raises NoFacts."""
     told = {"modules": [*PACKAGES, OURS], "host": "vllm", "hash_algorithm": hash_algorithm}
-    # Without -P, which an old Python lacks: the probe removes the working directory from its path.
+    # The probe itself removes the working directory from its path, because an old Python lacks -P.
     command = [python, "-c", PROBE.read_text(encoding="utf-8"), json.dumps(told)]
     try:
         done = subprocess.run(
@@ -104,8 +104,8 @@ def ask_python(python: str, hash_algorithm: str, environment: Mapping[str, str])
 def check_interpreter(
     python: str, facts: PythonFacts | str, *, is_slow: bool = False
 ) -> Iterator[Finding]:
-    """Check that StrataKV can run with the interpreter `python`. If there are no facts, `facts` is
-    the reason; `is_slow` says that the machine may only have been busy."""
+    """Check that StrataKV can run with the interpreter `python`. `facts` is the probe's result, or
+    the reason why there is no result; with `is_slow` the reason is a time-out."""
     if isinstance(facts, str) and is_slow:
         yield warning(
             "python", f"{python} {facts}, so what it has was not looked at",
@@ -188,7 +188,7 @@ def check_packages(facts: PythonFacts, python: str) -> Iterator[Finding]:
 def check_hash_roots(
     vllm: VllmModule, algorithm: str, environment: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Check that all processes compute equal block hashes, by which they find shared blocks."""
+    """Check that all processes of vLLM compute the same hash for a block, to find shared blocks."""
     seed = environment.get("PYTHONHASHSEED")
     if vllm.roots_error or len(vllm.roots) != 2:
         yield warning(
@@ -214,7 +214,7 @@ def this_python() -> str:
 
 
 def this_environment() -> Mapping[str, str]:
-    """Return the environment variables with which vLLM would start from this process."""
+    """Return the environment variables that vLLM would get if this process started vLLM."""
     return dict(os.environ)
 
 

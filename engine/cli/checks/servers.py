@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of cache servers: each must be reachable, accept the credentials, and have room for chunks
-of another engine."""
+"""Checks of cache servers: a server must be reachable, accept the credentials, and allow the tenant
+to store chunks of another engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FLAG = "--remote-"
 
 
 def check_servers(tiers: TierSettings) -> Iterator[Finding]:
-    """Check each cache server, and whether the tenant may store chunks on it."""
+    """Check each cache server, and whether the tenant may store chunks on the server."""
     try:
         credentials = tiers.remote.credentials()
     except TierConfigError as error:
@@ -68,7 +68,7 @@ def _check_server(
 
 
 def _is_of_chunks(layout: Any) -> bool:
-    """Whether blocks are chunks of another engine, whose inner layout StrataKV does not know."""
+    """Return whether blocks are chunks of another engine, for StrataKV only a row of bytes."""
     return (layout.num_layers, layout.block_size_tokens, layout.num_kv_heads) == (1, 1, 1)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of vLLM's transfer configuration, and of what else vLLM needs to start with StrataKV."""
+"""Checks of vLLM's `--kv-transfer-config`, and of the machine on which vLLM runs with StrataKV."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .servers import check_servers
 OFFLOADING = "OffloadingConnector"
 STOCK_SPEC = "TieringOffloadingSpec"
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
-ALIASES = ("NHD", "HND")  # names of layouts; vLLM resolves them
+ALIASES = ("NHD", "HND")  # vLLM's short names of KV cache layouts
 CPU_LAYOUT, CPU_BLOCK_TOKENS = "LBHNC", 32
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -50,8 +50,8 @@ SPEC_KINDS = ("full_attention", "sliding_attention", "linear_attention")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmCase:
-    """The vLLM start that is checked. `transfer` is the object for `--kv-transfer-config`. If the
-    probe could not run, `facts` is the reason as a text."""
+    """The planned start of vLLM. `transfer` is the value of `--kv-transfer-config`. `facts` is the
+    result of the probe of vLLM's Python, or a text with the reason why the probe could not run."""
 
     transfer: Mapping[str, Any]
     python: str
@@ -61,7 +61,7 @@ class VllmCase:
     hash_algorithm: str = "sha256"
     kv_cache_dtype: str = "auto"
     block_size: int | None = None
-    is_slow: bool = False  # the probe took too long; the machine may be busy
+    is_slow: bool = False  # the probe took too long, perhaps because the machine is busy
     shared_memory: Path = field(default=SHARED_MEMORY)
 
     @property
@@ -70,7 +70,7 @@ class VllmCase:
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """The object under `kv_connector_extra_config`; empty if there is none."""
+        """The object under `kv_connector_extra_config`; {} if the configuration lacks it."""
         extra = self.transfer.get("kv_connector_extra_config")
         return extra if isinstance(extra, Mapping) else {}
 
@@ -82,12 +82,12 @@ class VllmCase:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the configuration names StrataSpec, not vLLM's spec with StrataKV's tier."""
+        """Whether the configuration names StrataSpec, not vLLM's own spec with a StrataKV tier."""
         return (self.extra.get("spec_name"), self.extra.get("spec_module_path")) == (SPEC, MODULE)
 
     @property
     def given(self) -> Mapping[str, Any] | None:
-        """StrataKV's settings in the configuration; None if it does not name StrataKV's tiers."""
+        """StrataKV's settings in the configuration; None for a configuration without StrataKV."""
         if self.is_connector or self.is_whole:
             given = self.extra.get(SECTION, {})
             return given if isinstance(given, Mapping) else None
@@ -99,7 +99,7 @@ class VllmCase:
 
     @property
     def settings(self) -> VllmSettings | None:
-        """The valid settings; None if they are invalid, which `check_settings` reports."""
+        """StrataKV's settings; None for invalid settings, which `check_settings` reports."""
         try:
             return None if self.given is None else HOST.read(self.given)
         except ConfigError:
@@ -112,7 +112,7 @@ class VllmCase:
 
 
 def read_transfer(text: str) -> Mapping[str, Any]:
-    """Read the value of `--kv-transfer-config`: JSON, or a file of JSON. Raises ConfigError."""
+    """Return the object in `text`, which is JSON or the path of a JSON file. Raises ConfigError."""
     source = "--config"
     if not text.lstrip().startswith("{"):
         source = f"--config {text}"
@@ -142,7 +142,7 @@ def check_python(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_block_hash(case: VllmCase) -> Iterator[Finding]:
-    """Check that every process computes the same hash for a block."""
+    """Check that every process of vLLM computes the same hash for a block."""
     if case.vllm.platform:
         yield from python_checks.check_hash_roots(case.vllm, case.hash_algorithm, case.environment)
 
@@ -287,7 +287,7 @@ def check_allocator(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_kv_cache(case: VllmCase) -> Iterator[Finding]:
-    """Check the layout of the KV cache, as far as the layout is known before the start."""
+    """Check the dtype and the layout of vLLM's KV cache, as far as known before vLLM's start."""
     dtype = case.kv_cache_dtype
     if dtype == "auto":
         yield ok("kv cache", f"dtype is the model's; of these: {', '.join(DTYPES)}")
@@ -315,7 +315,7 @@ def check_kv_cache(case: VllmCase) -> Iterator[Finding]:
 
 
 def check_model(case: VllmCase) -> Iterator[Finding]:
-    """Check the name of the model, and whether it has several cache groups."""
+    """Check the name of the model, and whether the model has several cache groups."""
     if case.model is None:
         return
     folder = Path(case.model)
@@ -345,7 +345,7 @@ def check_model(case: VllmCase) -> Iterator[Finding]:
 
 
 def _check_kinds(case: VllmCase, kinds: Sequence[str]) -> Iterator[Finding]:
-    """Check the kinds of a model's layers, from which vLLM makes cache groups."""
+    """Check the kinds of a model's layers; vLLM makes a KV cache group for each kind."""
     named = ", ".join(kinds)
     if case.is_connector:
         unknown = [kind for kind in kinds if kind not in CONNECTOR_KINDS]

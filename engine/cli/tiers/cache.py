@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv cache ls|du|rm`: the SSD tiers on this machine, their sizes, and their removal.
+"""`stratakv cache ls|du|rm`: lists, measures and removes SSD tiers on this machine.
 
-The command searches the default cache folder and given folders, and reads no blocks."""
+The command searches the default cache folder and given folders for tiers, and reads no blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _UNKNOWN = "unknown (no readable identity file)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommand; each subcommand parses the remaining arguments."""
+    """Add the subcommand's name to the parser. Each subcommand parses the remaining arguments."""
     parser.add_argument("word", metavar="ls|du|rm", nargs="?", help="see the documentation")
     parser.add_argument(
         "rest", metavar="...", nargs=argparse.REMAINDER,
@@ -124,7 +124,7 @@ def _rm(words: list[str]) -> int:
     for entry in chosen:
         try:
             print(f"removed {one_line(str(entry.path))}, {_size(remove(entry.path))}")
-        except TierConfigError as error:  # another process has just opened the store
+        except TierConfigError as error:  # another process has just opened the SSD tier
             raise ConfigError(str(error)) from error
     return 0
 
@@ -157,8 +157,8 @@ def _store_at(path: Path) -> StoreEntry:
 
 
 def _default_folders(*, is_needed: bool) -> tuple[Path, ...]:
-    """Return the default folders of tiers; empty for a user without a home directory. Raises
-    ConfigError for such a user if a folder `is_needed`."""
+    """Return the default folders of SSD tiers. For a user without a home directory, return () or,
+    if a folder `is_needed`, raise ConfigError."""
     try:
         return (default_ssd_path().parent,)
     except ConfigError:
@@ -168,7 +168,7 @@ def _default_folders(*, is_needed: bool) -> tuple[Path, ...]:
 
 
 def _agrees(chosen: Sequence[StoreEntry]) -> bool:
-    """Ask the user at the terminal to confirm. Raises ConfigError if there is no terminal."""
+    """Return whether the user confirms the removal. Raises ConfigError without a terminal."""
     total = _size(sum(entry.allocated_bytes for entry in chosen))
     what = f"{len(chosen)} SSD tiers, {total}" if len(chosen) > 1 else f"{chosen[0].path}, {total}"
     if not sys.stdin.isatty():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code that the commands for cache servers share: address, credentials, calls, errors.
+"""`CacheClient`: calls a cache server for the commands `ping` and `describe`.
 
 This module needs only the base installation, and imports neither torch nor the engine."""
 
@@ -31,7 +31,7 @@ _FILES = {
 
 
 class NoAnswer(Exception):
-    """The server cannot be reached, or refused the call; the error's text is for the user.
+    """The cache server cannot be reached, or has refused a call. The user sees the error's text.
     `is_down` is True if the server may be reachable later."""
 
     def __init__(self, text: str, *, is_down: bool = False) -> None:
@@ -61,8 +61,8 @@ def client_of(args: argparse.Namespace) -> CacheClient:
 
 
 class CacheClient:
-    """A client of one server, for use as a context manager. `flag` is the prefix of the flags that
-    give credentials. Raises ConfigError for invalid credentials; every call may raise NoAnswer."""
+    """A client of one cache server, and a context manager. `flag`: the prefix of credentials' flags
+    in errors. Raises ConfigError for invalid credentials; every call may raise NoAnswer."""
 
     def __init__(
         self, address: ServerAddress, credentials: Credentials, *, flag: str = "--"
@@ -95,7 +95,7 @@ class CacheClient:
         return self._call_rpc(getattr(self._stub, name), request)
 
     def health(self) -> str:
-        """Ask for the server's status, such as SERVING. Raises NoAnswer."""
+        """Return the server's health status, such as SERVING. Raises NoAnswer."""
         from grpc_health.v1 import health_pb2
 
         response = self._call_rpc(self._health, health_pb2.HealthCheckRequest())
@@ -140,7 +140,7 @@ def _credentials(args: argparse.Namespace) -> Credentials:
 
 
 def _open(address: ServerAddress, credentials: Credentials) -> tuple[Any, Any, Any]:
-    """Open a channel; return it with the stub of the cache service and the health call."""
+    """Return a new channel, the stub of the cache service, and the health call."""
     from grpc_health.v1 import health_pb2
 
     from ....tiers.remote.server_link import open_channel
@@ -156,7 +156,7 @@ def _open(address: ServerAddress, credentials: Credentials) -> tuple[Any, Any, A
 
 
 def _check_reachable(address: ServerAddress, credentials: Credentials, flag: str) -> None:
-    """Connect once without grpc, so that a failure has a clear reason. Raises NoAnswer."""
+    """Connect once without grpc, to get a clear reason for a failure. Raises NoAnswer."""
     context = credentials.context() if address.tls else _trusting()
     context.set_alpn_protocols(["h2"])
     name = credentials.server_name or address.host
@@ -169,8 +169,8 @@ def _check_reachable(address: ServerAddress, credentials: Credentials, flag: str
     with sock:
         try:
             with context.wrap_socket(sock, server_hostname=name) as secured:
-                # With TLS 1.3 a server checks the client's certificate after the handshake. A
-                # server that accepts it sends data first.
+                # With TLS 1.3 a server checks the client's certificate after the handshake. A grpc
+                # server that accepts the certificate sends data before the client does.
                 if address.tls and not _speaks(secured):
                     raise NoAnswer(_unwelcome(address, credentials, flag))
         except ssl.SSLCertVerificationError as error:
@@ -190,8 +190,8 @@ def _check_reachable(address: ServerAddress, credentials: Credentials, flag: str
 
 
 def _speaks(sock: ssl.SSLSocket) -> bool:
-    """Whether the server accepts the client: the server sends a byte, or is only slow. False if the
-    server closes the connection or sends a TLS alert."""
+    """Return whether the server accepts the client: True if the server sends a byte or is slow,
+    False if the server closes the connection or sends a TLS alert."""
     try:
         return bool(sock.recv(1))
     except TimeoutError:
@@ -212,8 +212,8 @@ def _unwelcome(address: ServerAddress, credentials: Credentials, flag: str) -> s
 
 
 def _trusting() -> ssl.SSLContext:
-    """Return a context that trusts any certificate. The context is used only to find out whether a
-    server uses TLS; no data is sent with it."""
+    """Return a TLS context that trusts any certificate. The context is used only to find out
+    whether a server uses TLS, and not to send data."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv check PATH`: reads a whole SSD tier, reports its faults, and repairs them on request.
+"""`stratakv check PATH`: reads a whole SSD tier, reports faults, and repairs faults on request.
 
 `stratakv check PATH --tenants FILE` reads the folder of a cache server instead, and lists the data
-of tenants that are not in the file.
+of tenants that are not in FILE.
 
-Exit codes: 0 no fault, 1 at least one fault, even if it was repaired."""
+Exit codes: 0 no fault, 1 at least one fault, even if the fault was repaired."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_tenants(path: Path, file: Path, args: argparse.Namespace) -> int:
-    """Print the stores of tenants that are not in the file, and remove them on request."""
+    """Print the stores of tenants that are not in `file`, and remove these stores on request."""
     from ....tiers.cache_server.access.tenants import read_tenants
 
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stratakv describe ADDRESS`: prints a cache server's version and limits, and the tenant's data.
 
-The command changes nothing at the server. Exit codes: 0 the server answered, 1 it did not."""
+The command changes nothing at the server. Exit codes: 0 the server answered, 1 no answer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask(client: CacheClient) -> dict[str, Any]:
-    """Return all values that `run` prints. Raises NoAnswer."""
+    """Return all values that `run` prints, from the server's answers. Raises NoAnswer."""
     from ....proto.v1 import cache_service_pb2 as messages
 
     described = client.call_method("describe", messages.DescribeRequest())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stratakv ping ADDRESS`: tests whether and how fast a cache server answers, and how blocks move.
+"""`stratakv ping ADDRESS`: measures how fast a cache server answers, and shows the transport.
 
-The command times round trips of two calls and, if the tenant has a layout, of a lookup and of a
+The command times round trips of two calls and, if the tenant has a block layout, of a lookup and a
 load of one missing block, over the connection that an engine on this machine would use. The command
-changes nothing at the server. Exit codes: 0 the server serves, 1 it does not."""
+changes nothing at the server. Exit codes: 0 the server is SERVING, 1 otherwise."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask(client: CacheClient, count: int, interval: float) -> dict[str, Any]:
-    """Return all values that `run` prints. Raises NoAnswer."""
+    """Return all values that `run` prints, from the server's answers. Raises NoAnswer."""
     from ....proto.v1 import cache_service_pb2 as messages
 
-    status = client.health()  # this also opens the connection
+    status = client.health()  # the first call also opens the connection
     described = client.call_method("describe", messages.DescribeRequest())
     trips = {
         "health": _trips(client.health, count, interval),
@@ -104,7 +104,7 @@ def _ask(client: CacheClient, count: int, interval: float) -> dict[str, Any]:
 def _ask_for_block(
     client: CacheClient, layout_message: Any, count: int, interval: float
 ) -> tuple[str, dict[str, float]]:
-    """Return the kind of connection, and the times of loads of no block. Raises NoAnswer."""
+    """Return the kind of connection, and the times of loads that find no block. Raises NoAnswer."""
     from ....tiers.block import DIGEST_BYTES, pack_key
     from ....tiers.errors import TierError
     from ....tiers.remote.remote_settings import RemoteSettings

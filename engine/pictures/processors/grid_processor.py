@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GridProcessor: the pictures of Qwen-VL, resized so that whole tokens cover them.
+"""`GridProcessor`: resizes the pictures of Qwen-VL so that whole tokens cover a picture.
 
-A picture keeps its ratio, about, and its pixels stay within two limits. It is one item, which the
-encoder cuts into patches. Sizes and filters are those of transformers' processor on Pillow."""
+Resizing keeps the ratio of the edges, about, and the pixels within two limits. A picture is one
+item, which the encoder cuts into patches. Sizes and filters are as in transformers with Pillow."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ...models.vision.vision_spec import VisionSpec, pixel_limit, read_image_pro
 from .picture_processor import PictureItem, ProcessedPicture, digest_of
 
 PLACEHOLDER = "<|image_pad|>"
-MOST_RATIO = 200  # of the longer edge to the shorter one
+MOST_RATIO = 200  # limit of the ratio of the longer edge to the shorter edge
 _BICUBIC = 3
 
 
 @dataclass(frozen=True, slots=True)
 class GridProcessor:
-    """The processor of one model."""
+    """The picture processor of one model."""
 
-    side: int  # pixels of a token
+    side: int  # the edge of a token's square, in pixels
     least_pixels: int
     most_pixels: int
     resample: Image.Resampling
-    settings: bytes  # for digests
+    settings: bytes  # the settings that are part of digests
     placeholder: str = PLACEHOLDER
 
     def process_picture(self, image: Image.Image, /) -> ProcessedPicture:
@@ -41,8 +41,8 @@ class GridProcessor:
         return ProcessedPicture([item], PLACEHOLDER * num_tokens)
 
     def _size_of(self, width: int, height: int) -> tuple[int, int]:
-        """Return a size in whole tokens, within the limits. Raises ValueError for a picture that is
-        far longer than wide, or the reverse."""
+        """Return a size (width, height) in pixels of whole tokens, within the limits. Raises
+        ValueError for edges whose ratio is above MOST_RATIO."""
         if max(width, height) > MOST_RATIO * min(width, height):
             raise ValueError(
                 f"its longer edge must be at most {MOST_RATIO} times the shorter one, and it has "
@@ -66,11 +66,11 @@ class GridProcessor:
 
 
 def load_grid_processor(path: Path, spec: VisionSpec) -> GridProcessor:
-    """Read the processor of the model under `path`. Raises ConfigError with file and key for
-    settings that are not supported."""
+    """Return the processor for the model at `path`. Raises ConfigError with file and key for an
+    unsupported setting."""
     shown = read_image_processor(path)
-    assert shown is not None  # the spec was read from it
-    # The defaults are those of transformers.
+    assert shown is not None  # `spec` was read from this file
+    # The default values are the default values of transformers.
     least, most = pixel_limit(shown, "min_pixels", "shortest_edge", 56 * 56), spec.most_pixels
     if least > most:
         name = "max_pixels" if shown.has("max_pixels") else "size"

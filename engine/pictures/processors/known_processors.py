@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processor that a model's pictures need."""
+"""`load_processor`: loads the picture processor that a model needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .tile_processor import load_tile_processor
 
 
 def load_processor(path: Path, spec: VisionSpec) -> PictureProcessor:
-    """Read the processor of the model under `path`. Raises ConfigError with file and key for
-    settings that are not supported."""
+    """Return the processor for the model at `path`. Raises ConfigError with file and key for an
+    unsupported setting."""
     load = load_tile_processor if spec.kind == "tiles" else load_grid_processor
     return load(path, spec)

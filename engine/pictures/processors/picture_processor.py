@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PictureProcessor: the contract of what makes a model's input from a picture.
+"""`PictureProcessor`: the interface of a class that makes a model's input from a picture.
 
-    picture ─► items: pixels of a fixed form, each encoded by itself, for a run of tokens
-            ─► text: what the picture's placeholder becomes in the prompt, with those tokens in it
+    picture ─► items: arrays of pixels, each encoded to the embeddings of a run of tokens
+            ─► text: replaces the picture's placeholder in the prompt, and contains those tokens
 
-Digests cover the pixels and every setting that decides the embeddings, and nothing else: not the
-file's name, its address or its metadata."""
+An item's digest covers only the pixels and the settings that determine the embeddings, and not the
+file's name, address or metadata."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ Pixels = npt.NDArray[np.uint8]
 
 
 class PictureItem(NamedTuple):
-    """A part of a picture that is encoded by itself."""
+    """A part of a picture that the model's encoder encodes without the other parts."""
 
-    pixels: Pixels  # [height, width, 3]
+    pixels: Pixels  # RGB, of the shape [height, width, 3]
     digest: bytes
     num_tokens: int
 
 
 class ProcessedPicture(NamedTuple):
-    """A picture in the form that a model reads."""
+    """A picture in the form of a model's input."""
 
-    items: list[PictureItem]  # in the order of their tokens
-    text: str  # takes the place of the placeholder
+    items: list[PictureItem]  # the items in the order of their tokens
+    text: str  # replaces the placeholder in the prompt
 
 
 class PictureProcessor(Protocol):
-    """Makes the input of one model. Any thread may call it."""
+    """Makes the input of one model from pictures. Any thread may call the methods."""
 
     @property
     def placeholder(self) -> str:
-        """The text that the chat template writes for each picture. Its token fills the runs of a
-        picture's tokens."""
+        """The text that the chat template writes for each picture. The text is one token, which
+        also fills the runs of a picture's tokens."""
 
     def process_picture(self, image: Image.Image, /) -> ProcessedPicture:
-        """Process an RGB picture. Raises ValueError for one of impossible proportions."""
+        """Return a model's input for an RGB picture. Raises ValueError for extreme proportions."""
 
 
 def digest_of(pixels: Pixels, settings: bytes) -> bytes:
-    """Return the digest of an item; `settings` are those of the encoder and the processor."""
+    """Return the digest of an item. `settings`: the settings of the encoder and the processor."""
     digest = hashlib.sha256(b"stratakv.picture.1")
     digest.update(len(settings).to_bytes(8, "little") + settings)
     digest.update(repr(pixels.shape).encode())
@@ -59,8 +59,8 @@ def digest_of(pixels: Pixels, settings: bytes) -> bytes:
 
 
 def expand_placeholders(text: str, pictures: Sequence[ProcessedPicture], placeholder: str) -> str:
-    """Replace the placeholders of a prompt by the texts of its pictures. Raises ValueError
-    unless there are as many as pictures."""
+    """Return the prompt with the text of a picture in place of each placeholder. Raises ValueError
+    if the prompt does not have one placeholder for each picture."""
     parts = text.split(placeholder)
     if len(parts) - 1 != len(pictures):
         raise ValueError(
@@ -77,8 +77,8 @@ def expand_placeholders(text: str, pictures: Sequence[ProcessedPicture], placeho
 def place_items(
     token_ids: npt.NDArray[np.int32], pictures: Sequence[ProcessedPicture], token_id: int
 ) -> list[Picture]:
-    """Return the items of a prompt's pictures with their tokens. `token_id` is the placeholder's.
-    Raises ValueError if the prompt has other runs of it than the pictures need."""
+    """Return the items of a prompt's pictures with the positions of their tokens. `token_id`: the
+    placeholder's token. Raises ValueError if the prompt has other runs of it than items need."""
     items = [item for picture in pictures for item in picture.items]
     places = np.flatnonzero(token_ids == token_id)
     wanted = sum(item.num_tokens for item in items)

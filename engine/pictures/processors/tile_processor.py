@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TileProcessor: the pictures of Idefics3 and SmolVLM, cut into square tiles.
+"""`TileProcessor`: cuts the pictures of Idefics3 and SmolVLM into square tiles.
 
     resize so that the longest edge has a given length ─► round up to whole tiles ─► tiles, row by
     row, and the whole picture once more as one tile
 
-Sizes and filters are those of transformers' processors on Pillow, so the pixels are equal."""
+Sizes and filters, and so the pixels, are equal to transformers' processors on Pillow."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from .picture_processor import PictureItem, ProcessedPicture, digest_of
 PLACEHOLDER = "<image>"
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 _LANCZOS = 1
-_LONGEST = 4 * 364  # what transformers takes if the file names none
+_LONGEST = 4 * 364  # transformers' default of the longest edge
 
 
 @dataclass(frozen=True, slots=True)
 class TileProcessor:
-    """The processor of one model."""
+    """The picture processor of one model."""
 
-    longest_edge: int  # pixels
-    tile: int  # pixels a side
+    longest_edge: int  # the longest edge of a resized picture, in pixels
+    tile: int  # the edge of a tile, in pixels
     splits: bool
     resample: Image.Resampling
     tokens_of_tile: int
-    settings: bytes  # for digests
+    settings: bytes  # the settings that are part of digests
     placeholder: str = PLACEHOLDER
 
     def process_picture(self, image: Image.Image, /) -> ProcessedPicture:
@@ -66,7 +66,7 @@ class TileProcessor:
         return image.resize((self.tile, self.tile), self.resample)
 
     def _whole_tiles(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return a size of whole tiles: the longer edge first, the other one from it."""
+        """Return a size of whole tiles: round the longer edge up, then derive the shorter edge."""
         width, height = size
         ratio = width / height
         if width >= height:
@@ -97,10 +97,10 @@ class TileProcessor:
 
 
 def load_tile_processor(path: Path, spec: VisionSpec) -> TileProcessor:
-    """Read the processor of the model under `path`. Raises ConfigError with file and key for
-    settings that are not supported."""
+    """Return the processor for the model at `path`. Raises ConfigError with file and key for an
+    unsupported setting."""
     shown = read_image_processor(path)
-    assert shown is not None  # the spec was read from it
+    assert shown is not None  # `spec` was read from this file
     tile, longest = tile_side(shown), _LONGEST
     if shown.has("size"):
         longest = shown.inner("size").integer("longest_edge", maximum=MAX_SIDE)
@@ -130,7 +130,7 @@ def load_tile_processor(path: Path, spec: VisionSpec) -> TileProcessor:
 
 
 def _longest(size: tuple[int, int], longest: int) -> tuple[int, int]:
-    """Return the size with the longest edge given, the other one even, within MAX_SIDE."""
+    """Return the size with the longest edge `longest` and an even other edge, within MAX_SIDE."""
     width, height = size
     ratio = width / height
     if width >= height:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses and checks request bodies of OpenAI's API, and makes prompts and parameters of them."""
+"""Parses and checks request bodies of OpenAI's API, and makes prompts and sampling parameters."""

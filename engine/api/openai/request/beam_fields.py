@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The beam search that a request asks for by vLLM's fields, such as `use_beam_search`."""
+"""Makes a beam search from a request's fields of vLLM, such as `use_beam_search`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .protocol import SamplingFields
 
 
 class AskedBeams(NamedTuple):
-    """A beam search, and the sampling parameters of its answers."""
+    """A beam search, and the sampling parameters of the search's answers."""
 
     search: BeamSearchParams
     params: SamplingParams
 
 
 def beams_of(request: SamplingFields, params: SamplingParams, embeds: bytes) -> AskedBeams | None:
-    """Return the beam search that a request asks for, or None. The search's answers are the
-    request's `n` choices, each of at most `params.max_tokens` tokens. Raises ApiError for
+    """Return the beam search of a request with `use_beam_search`, else None. The search's answers
+    are the request's `n` choices, each of at most `params.max_tokens` tokens. Raises ApiError for
     beam-search fields without `use_beam_search`, and for parameters that a beam search does not
-    support. A repetition penalty that is only the model's default is ignored."""
+    support. A repetition penalty from the model's defaults, not from the client, is ignored."""
     penalty, early = request.length_penalty, request.early_stopping
     if not request.use_beam_search:
         alone = {"length_penalty": penalty not in (None, 1.0), "early_stopping": early}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and decodes a request body, within limits on its size and time.
 
-The caller gives the type to decode. msgspec decodes the body, because a prompt of thousands of
-token ids has to become a list in well under a millisecond."""
+The caller passes a decoder for the request's type. msgspec decodes the body, because a prompt of
+thousands of token ids has to become a list in well under a millisecond."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _INDEX = re.compile(r"\[[^]]*\]")
 JSON = "application/json"
 JSON_LINES = "application/x-ndjson"
 MAX_QUOTED_CHARACTERS = 64
-# Most clients read no answer before they have sent the whole body, and take an earlier close for a
-# fault of the network. So this much beyond the limit is read and dropped.
+# Bytes over the body limit that are read and dropped. Most clients read no answer until the whole
+# body is sent, and report a network error if the server closes the connection earlier.
 DISCARDED_BYTES = 64 * MIB
 
 
@@ -46,8 +46,8 @@ async def read_request(
 
 
 async def read_body(request: Request, settings: ApiSettings) -> bytes:
-    """Return the whole body. Raises ApiError 413 if it is over the limit, 408 if it does not arrive
-    in time, 415 if its headers do not declare plain JSON, and ClientGone."""
+    """Return the whole body. Raises ClientGone, and ApiError: 413 for a body over the limit, 408
+    for a late body, 415 if the headers do not declare JSON without an encoding."""
     try:
         async with asyncio.timeout(settings.body_timeout_seconds):
             body = await _read(request, settings.max_body_bytes)
@@ -83,8 +83,8 @@ async def _read(request: Request, limit: int) -> bytes:
 
 
 def check_kind(request: Request, wanted: str = JSON) -> None:
-    """Raise ApiError 415 for a body of another content type. Browsers send some content types to
-    any host without asking it first, so any site's page could use a server without a key."""
+    """Raise ApiError 415 unless the body's content type is `wanted`. Browsers send some other types
+    without a CORS preflight, so any web page could use a server that has no key."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if kind == wanted and encoding == "identity":
@@ -99,7 +99,7 @@ def check_kind(request: Request, wanted: str = JSON) -> None:
 
 
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """Return the decoded request. Raises ApiError with a fault's path, such as `$.temperature`."""
+    """Return the decoded request. Raises ApiError with a bad field's path, as `$.temperature`."""
     if not body.strip():
         raise ApiError("the body is empty; send a JSON object", code="invalid_json")
     try:
@@ -121,7 +121,7 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 def _with_whole_numbers(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """Decode a body that has whole numbers as `4.0`, as some languages write them."""
+    """Decode a body in which integers may be written as `4.0`, as some languages write integers."""
     given = msgspec.json.decode(body)
     if isinstance(given, dict):
         for name, value in given.items():
@@ -132,8 +132,8 @@ def _with_whole_numbers(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector, which would scan a large body repeatedly. A body of millions of
-    empty lists decodes in a quarter of a second with the pause, and in five times that without."""
+    """Pause Python's garbage collector, which would scan a large body repeatedly. Millions of empty
+    lists decode in a quarter of a second with the pause, and in over a second without a pause."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -162,7 +162,7 @@ def _invalid(message: str, decoder: msgspec.json.Decoder[T]) -> ApiError:
 
 
 def _known_words(kind: type, path: str) -> str:
-    """Return the allowed words for the field at `path`, as the end of a sentence."""
+    """Return the allowed strings for the field at `path`, as the end of an error message."""
     here = [msgspec.inspect.type_info(kind)]
     for name in _INDEX.sub("", path).split("."):
         here = [
@@ -178,7 +178,7 @@ def _known_words(kind: type, path: str) -> str:
 
 
 def _alternatives(types: Iterable[msgspec.inspect.Type]) -> Iterator[msgspec.inspect.Type]:
-    """Yield the types, with unions and lists unpacked."""
+    """Yield each type; instead of a union its members, and instead of a list its item type."""
     for each in types:
         if isinstance(each, msgspec.inspect.UnionType):
             yield from _alternatives(each.types)
@@ -191,7 +191,7 @@ def _alternatives(types: Iterable[msgspec.inspect.Type]) -> Iterator[msgspec.ins
 def _unknown_field(name: str, parent: str, decoder: msgspec.json.Decoder[T]) -> ApiError:
     shown = name[:MAX_QUOTED_CHARACTERS]
     place = f"$.{parent}.{shown}" if parent else f"$.{shown}"
-    # A field of type Any exists only to be refused, so it is not suggested.
+    # A field of type Any exists only to be refused, so the message does not suggest such a field.
     fields = [] if parent else msgspec.structs.fields(decoder.type)
     known = [field.encode_name for field in fields if field.type is not Any]
     cure = did_you_mean(shown, known) or "; leave it out"

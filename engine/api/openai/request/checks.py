@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and checks the requests of chats and completions before any work is done for them. The
-checks refuse fields that are out of bounds, contradict each other, or are unsupported."""
+"""Reads and checks the requests of chats and completions. The checks refuse fields that are out of
+bounds, contradict each other, or are unsupported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 async def read_completion(front: Front, http: Request) -> CompletionRequest:
-    """Return the request of a completion. Raises like `check_completion` and `read_request`."""
+    """Return a completion's checked request. Raises like `check_completion` and `read_request`."""
     request, body = await read_request(http, front.settings, _completion_decoder)
     check_completion(front, request)
     if request.stream_options is not None:
@@ -38,7 +38,7 @@ async def read_completion(front: Front, http: Request) -> CompletionRequest:
 
 
 def check_completion(front: Front, request: CompletionRequest) -> None:
-    """Raise ApiError for the first invalid field of a completion."""
+    """Raise ApiError for the first invalid field of a completion request."""
     _check_shared(front, request)
     _check_best_of(front, request)
     if request.echo:
@@ -53,7 +53,7 @@ def check_completion(front: Front, request: CompletionRequest) -> None:
 
 
 async def read_chat(front: Front, http: Request) -> ChatRequest:
-    """Return a chat's request, messages and tools unchecked. Raises like `read_completion`."""
+    """Return a chat's request with unchecked messages and tools. Raises like `read_completion`."""
     request, body = await read_request(http, front.settings, _chat_decoder)
     _check_shared(front, request)
     top = request.top_logprobs
@@ -74,7 +74,7 @@ async def read_chat(front: Front, http: Request) -> ChatRequest:
 
 
 def check_ids_of_request(cache_salt: str | None, request_id: str | None) -> None:
-    """Raise ApiError if the salt or the id is too long."""
+    """Raise ApiError if `cache_salt` or `request_id` is too long."""
     if len(cache_salt or "") > MAX_CACHE_SALT_CHARACTERS:
         message = (
             f"`cache_salt` has more than {MAX_CACHE_SALT_CHARACTERS} characters; send a digest"

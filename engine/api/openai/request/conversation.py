@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renders a request's messages as one prompt text, by the model's chat template."""
+"""Renders a request's messages as one prompt text with the model's chat template."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..templates.template_probe import ABSENT, NULL, CallForm, Seen
 from .protocol import NEUTRAL_IN_MESSAGES, ChatMessage, MadeCall, refuse_unsupported
 
 _ROLES_OF_RULES = {"system", "developer"}
-_NO_ARGUMENTS = ("", "null", "None")  # clients' ways to write a call without arguments
+_NO_ARGUMENTS = ("", "null", "None")  # `arguments` that clients send for a call without arguments
 
 
 class TemplateFields(Protocol):
@@ -44,7 +44,7 @@ class TemplateFields(Protocol):
 
 
 class Renders(Protocol):
-    """The attributes of the HTTP front that rendering needs."""
+    """The attributes of `Front` that `render` needs."""
 
     @property
     def template(self) -> ChatTemplate | None: ...
@@ -62,9 +62,9 @@ async def render(
     fields: TemplateFields,
     tools: Sequence[Mapping[str, object]] | None = None,
 ) -> str:
-    """Return the prompt text, with `tools` in the form for the template. Raises ApiError for
-    invalid messages, for a message that the template would leave out, for fields that contradict
-    each other, and for a conversation that the template refuses."""
+    """Return the prompt text of a conversation. `tools` are in the form for the chat template.
+    Raises ApiError for invalid messages, for a message that the template would leave out, for
+    fields that contradict each other, and for a conversation that the template refuses."""
     _check_messages(front.settings, messages, reads_pictures=front.reads_pictures)
     if front.template is None:
         raise _no_template(front)
@@ -90,7 +90,7 @@ async def render(
         tools,
     )
     try:
-        async with asyncio.timeout(front.settings.request_timeout_seconds):  # includes the queue
+        async with asyncio.timeout(front.settings.request_timeout_seconds):  # the queue counts too
             return await _prompt(rendering, messages, goes_on=goes_on)
     except TemplateRefused as error:
         raise ApiError(str(error), param="messages", code="chat_template_failed") from None
@@ -99,7 +99,7 @@ async def render(
 def _check_messages(
     settings: ApiSettings, messages: list[ChatMessage], *, reads_pictures: bool
 ) -> None:
-    """Raise ApiError with the index of the first invalid message."""
+    """Raise ApiError for the first invalid message. The error has the message's index."""
     most = settings.max_messages_per_request
     if not 1 <= len(messages) <= most:
         message = f"`messages` must hold 1 to {most} messages, not {len(messages)}"
@@ -112,15 +112,15 @@ def _check_messages(
         refuse_unsupported(each, NEUTRAL_IN_MESSAGES, f"{place}.")
         check_parts(each, place, reads_pictures=reads_pictures)
         _check_tools_in(each, place)
-        # Clients send an empty answer back as an assistant's message without content.
+        # An assistant's message may lack content: clients send an empty answer back in this form.
         if each.content is None and each.role != "assistant":
             message = f"`{place}` has no `content`; add a text, or leave the message out"
             raise ApiError(message, param=f"{place}.content", code="missing_field")
 
 
 def _check_tools_in(message: ChatMessage, place: str) -> None:
-    """Raise ApiError for calls outside the assistant's messages, and for a `tool_call_id` outside a
-    tool's message or missing in one."""
+    """Raise ApiError if a message of another role than assistant has calls, if a message of another
+    role than tool has a `tool_call_id`, and if a tool's message has no `tool_call_id`."""
     for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
         if getattr(message, name) and message.role != role:
             words = f"`{place}.{name}` is for messages of the role {role}, not {message.role}"
@@ -159,9 +159,9 @@ async def _prompt(rendering: Rendering, messages: list[ChatMessage], *, goes_on:
         if not await rendering.takes_both(one, other):
             seen, origins = _join_rules(seen, origins)
             break
-    # The template decides where the last message ends in the prompt; the mark shows that place.
+    # A mark after the last message's text shows where the text ends in the prompt.
     mark = f"end-{uuid.uuid4().hex}" if goes_on else ""
-    if goes_on:  # a template that trims messages removes the blank after the mark
+    if goes_on:  # the blank after the mark shows whether the template trims messages
         seen[-1]["content"] = f"{seen[-1]['content']}{mark} "
     text, left_out = await rendering.render(seen)
     prompt = _until(mark, text) if goes_on else text
@@ -179,8 +179,8 @@ def _rules_in_a_row(seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
 
 
 def _join_rules(seen: list[Seen], origins: list[int]) -> tuple[list[Seen], list[int]]:
-    """Join neighbouring system and developer messages into the first of them, with one paragraph
-    for each. Return the remaining messages and their original indices."""
+    """Join each row of neighbouring system and developer messages to one message, a paragraph for
+    each joined message. Return the resulting messages, and the original index of each."""
     joined: list[Seen] = []
     places: list[int] = []
     for message, origin in zip(seen, origins, strict=True):
@@ -206,10 +206,10 @@ def _left_out(index: int, message: ChatMessage) -> ApiError:
 def as_template_orders(
     messages: Sequence[ChatMessage], form: CallForm
 ) -> Iterator[tuple[int, ChatMessage]]:
-    """Yield messages in the template's order, with their indices. If the template shows only one
-    call of a message, a message with several calls becomes one message for each call, followed by
-    the call's results. If the template shows no tool results, neighbouring results become one user
-    message."""
+    """Yield each message with its index, in the order for the template. If the template shows only
+    one call of a message, a message with several calls becomes one message for each call, followed
+    by the call's results. If the template shows no tool results, neighbouring tool results become
+    one user message."""
     place = 0
     while place < len(messages):
         origin, message = place, messages[place]
@@ -246,9 +246,9 @@ def _as_users(results: Sequence[tuple[int, ChatMessage]]) -> Iterator[tuple[int,
 
 def as_template_sees(message: ChatMessage, form: CallForm, *, names_developer: bool) -> list[Seen]:
     """Convert one message to the form for the template. The content is one text, the parts joined
-    by line breaks, because most templates know no other form. Calls have the template's form. If
-    the template shows no calls, they become part of the text; if it shows no calls beside a text,
-    they become a separate message."""
+    by line breaks, because most templates accept no other form. Tool calls have the form `form`. If
+    the template shows no tool calls, the calls become part of the text; if the template shows no
+    calls in a message with text, the calls become a separate message."""
     is_systems = message.role == "developer" and not names_developer
     content = text_of(message)
     seen: Seen = {"role": "system" if is_systems else message.role, "content": content}
@@ -256,7 +256,7 @@ def as_template_sees(message: ChatMessage, form: CallForm, *, names_developer: b
         seen["name"] = message.name
     thought = thought_of(message)
     if thought:
-        # The names that transformers uses.
+        # Templates read thoughts under `reasoning_content` or, as in transformers, `thinking`.
         seen["reasoning_content"] = seen["thinking"] = thought
         if message.reasoning:
             seen["reasoning"] = thought
@@ -284,8 +284,8 @@ def as_template_sees(message: ChatMessage, form: CallForm, *, names_developer: b
 
 
 def _call(call: MadeCall, form: CallForm) -> Seen:
-    """Return a call in the template's form. Arguments that are not an object become a text, or are
-    left out if the template accepts no text."""
+    """Return a call in the template's form. Arguments that are not a JSON object become a text, or
+    {} if the template accepts no text."""
     given = call.function.arguments
     found = _object_in(given)
     arguments: object = found
@@ -305,8 +305,8 @@ def _call_as_text(call: MadeCall) -> str:
 
 
 def _object_in(given: object) -> dict[str, Any] | None:
-    """Return the arguments of a call as an object, which is empty if the call has none; None if
-    they are not an object, as in an answer that was cut off."""
+    """Return a call's arguments as an object, {} for a call without arguments; None if the
+    arguments are no JSON object, as in an answer that was cut off."""
     if given is None or (isinstance(given, str) and given.strip() in _NO_ARGUMENTS):
         return {}
     if isinstance(given, str):
@@ -326,8 +326,8 @@ def _json(value: object) -> str:
 
 
 def _variables(front: Renders, fields: TemplateFields) -> Mapping[str, Any]:
-    """Return the client's own variables, such as `enable_thinking`, and `reasoning_effort`, which
-    has the same name in templates and in OpenAI's API."""
+    """Return the template's variables: the client's `chat_template_kwargs`, and `reasoning_effort`,
+    which has the same name in templates and in OpenAI's API."""
     param, given = "chat_template_kwargs", fields.chat_template_kwargs or {}
     if fields.reasoning_effort is not None:
         given = {"reasoning_effort": fields.reasoning_effort, **given}
@@ -350,15 +350,15 @@ def _until(mark: str, text: str) -> str:
             "out `continue_final_message`"
         )
         raise ApiError(message, param="continue_final_message", code="chat_template_failed")
-    if not behind.startswith(" "):  # the template trims messages, so trim the text too
+    if not behind.startswith(" "):  # the template trims messages, so the last text is trimmed too
         before = before.rstrip()
     return before.replace(f"{mark} ", "").replace(mark, "")
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """The fields of a request that concern the chat template, for callers without HTTP. Raises
-    ValueError for a field of a wrong type."""
+    """The options of the chat template for callers of the Python API. Raises ValueError for a field
+    of a wrong type."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -384,9 +384,9 @@ class ChatOptions:
 
 
 class ConversationRenderer:
-    """Renders conversations for callers without HTTP, with the default limits of the HTTP server.
+    """Renders conversations for callers of the Python API, with the HTTP server's default limits.
     `source` is a template that replaces the model's own. Raises ValueError if there is no template,
-    or if it cannot be compiled."""
+    or if the template cannot be compiled."""
 
     def __init__(
         self,
@@ -417,8 +417,8 @@ class ConversationRenderer:
         options: ChatOptions,
         tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
-        """Return the prompt for a list of messages, which have the form of the HTTP API's JSON, and
-        for `tools` in the form for the template. Raises ValueError."""
+        """Return the prompt text for `messages`, a list in the form of the HTTP API's JSON, and
+        `tools` in the form for the template. Raises ValueError."""
         try:
             return await render(self, msgspec.convert(messages, list[ChatMessage]), options, tools)
         except msgspec.ValidationError as error:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of requests; `replies.py` has the fields of answers.
+"""The fields of the HTTP API's requests; `replies.py` has the fields of answers.
 
-Unknown fields of a request are refused. Unsupported fields of OpenAI's or vLLM's API are listed
-with neutral values, which have no effect and which clients send by default; every other value is
-refused. Unknown fields inside messages, tools and `stream_options` are ignored (see `dropped.py`),
-because clients send fields of other servers there."""
+Unknown fields of a request are refused. An unsupported field of OpenAI's or vLLM's API accepts only
+its neutral values, which have no effect and which clients send by default. Unknown fields inside
+messages, tools and `stream_options` are ignored (see `dropped.py`), because clients send fields of
+other servers in these objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import msgspec
 from ....request.sampling_params import RepetitionDetection
 from ...api_errors import ApiError
 
-# Unsupported fields, with the values (besides None) that have no effect.
+# Unsupported fields of requests, each with the accepted values, which like None have no effect.
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True,),
     "detokenize": (True,),
@@ -36,26 +36,26 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "documents": ([],),
     "chat_template": (),
 }
-# Unsupported fields in messages: clients send back what other servers answered.
+# Unsupported fields in messages; only None is accepted, as in messages that other servers made.
 NEUTRAL_IN_MESSAGES: dict[str, tuple[object, ...]] = {
     "function_call": (),
     "audio": (),
 }
-# OpenAI's older form of tools.
+# The fields of OpenAI's older form of tools.
 _OLDER_TOOLS = {"functions", "function_call"}
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """Options of a stream. `include_usage` adds a last chunk, without choices, that has the usage.
-    `continuous_usage_stats` adds the usage so far to every chunk."""
+    """Options of a stream. `include_usage` adds a last chunk that has token counts and no choices.
+    `continuous_usage_stats` adds the token counts so far to every chunk."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
-    include_obfuscation: Any = None  # ignored; noise of OpenAI's service that hides lengths
+    include_obfuscation: Any = None  # ignored; OpenAI's service pads chunks to hide their lengths
 
 
 class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields of completion and chat requests. None stands for a field that is left out."""
+    """The fields that completion and chat requests share. A field that is left out is None."""
 
     model: str | None = None
     n: int | None = None
@@ -74,7 +74,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     repetition_detection: RepetitionDetection | None = None
     thinking_token_budget: int | None = None
     vllm_xargs: dict[str, Any] | None = None  # vLLM's name of `extra_args`
-    extra_args: dict[str, Any] | None = None  # read by logits processors of other packages
+    extra_args: dict[str, Any] | None = None  # arguments for logits processors of other packages
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
@@ -88,7 +88,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     early_stopping: bool | Literal["never"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Fields of vLLM and this server: data beside the text, and a secret for separate cached blocks.
+    # Fields of vLLM and this server: additional data in answers, and `cache_salt`.
     prompt_logprobs: int | None = None
     routed_experts_prompt_start: int | None = None
     return_token_ids: bool | None = None
@@ -96,17 +96,17 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     skip_reading_prefix_cache: bool = False
     priority: int | None = None
-    job_id: str | None = None  # the agent's job that this request is a turn of
+    job_id: str | None = None  # the id of the agent's job; the request is one turn of the job
     is_last_step: bool | None = None
     request_id: str | None = None
-    # Set by routers: see kv_transfer_params.py. The `bootstrap_` fields have lists for several
-    # prompts or answers.
+    # Fields that routers set: see kv_transfer_params.py. For several prompts or answers, a router
+    # sends lists in the `bootstrap_` fields.
     kv_transfer_params: dict[str, Any] | None = None
     bootstrap_host: str | list[str | None] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int | None] | None = None
-    # OpenAI's service takes these for its records, bills and cache. They change no answer, so they
-    # are accepted and ignored.
+    # Fields for the records, bills and cache of OpenAI's service: accepted and ignored, because
+    # these fields change no answer.
     user: str | None = None
     safety_identifier: str | None = None
     metadata: dict[str, Any] | None = None
@@ -115,11 +115,11 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    # Settings of thoughts in chats. Routers add them to completions too, where they have no effect.
+    # Settings of thoughts in chats. Routers also add these fields to completions, without effect.
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
-    # The required form of the answer: see structured.py.
+    # Fields that set the required form of the answer: see structured.py.
     response_format: Any = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -128,18 +128,18 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_grammar: str | None = None
     guided_json_object: bool | None = None
     guided_whitespace_pattern: str | None = None
-    # Not built: see NEUTRAL_VALUES.
+    # Unsupported fields: see NEUTRAL_VALUES.
     spaces_between_special_tokens: Any = None
     detokenize: Any = None
     allowed_token_ids: Any = None
-    # Routers add these to every request.
+    # Unsupported fields that routers add to every request.
     no_stop_trim: Any = None
     return_hidden_states: Any = None
     min_completion_tokens: Any = None
     data_parallel_rank: Any = None
 
 
-# One prompt is a string or a list of ids; a list of strings or of id lists is several prompts.
+# One prompt is a string or a list of token ids. A list of strings or id lists is several prompts.
 Prompt = str | list[int | str | list[int]]
 
 
@@ -147,7 +147,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     """The body of POST /v1/completions."""
 
     prompt: Prompt | None = None
-    prompt_embeds: str | list[str] | None = None  # base64 of safetensors files
+    prompt_embeds: str | list[str] | None = None  # each string is base64 of a safetensors file
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -160,7 +160,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 
     @property
     def num_generated(self) -> int:
-        """The number of answers to each prompt that are generated; the client gets the best."""
+        """The number of generated answers to each prompt, of which the client gets the best."""
         return max(self.num_choices, self.best_of or 0)
 
 
@@ -176,18 +176,18 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     request_id: str | None = None
-    user: str | None = None  # ignored; OpenAI's service records it
+    user: str | None = None  # ignored; only OpenAI's service records a user
 
 
 class ImageUrl(msgspec.Struct, kw_only=True):
-    """The address of a picture. `detail` has no effect: the model's own settings size pictures."""
+    """The URL of a picture. `detail` has no effect: the model's settings size each picture."""
 
     url: str | None = None
     detail: str | None = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """A part of a message's content; message_parts.py has the types."""
+    """A part of a message's content; message_parts.py lists the types of parts."""
 
     type: str
     text: str | None = None
@@ -212,7 +212,7 @@ class ToolDefinition(msgspec.Struct, kw_only=True):
 
 class CalledFunction(msgspec.Struct, kw_only=True):
     """The function that an earlier answer called. `arguments` is a JSON object, usually as text, or
-    any other text that a model wrote there."""
+    whatever other text the model wrote as arguments."""
 
     name: str
     arguments: Any = ""
@@ -224,7 +224,7 @@ class MadeCall(msgspec.Struct, kw_only=True):
     function: CalledFunction
     id: str | None = None
     type: Literal["function"] | None = "function"
-    index: int | None = None  # set in pieces of a stream
+    index: int | None = None  # the call's number, which chunks of a stream have
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
@@ -233,16 +233,16 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    # The thoughts of an earlier answer, by vLLM's older and newer name; for the template.
+    # The thoughts of an earlier answer for the template, under vLLM's older and newer name.
     reasoning_content: str | None = None
     reasoning: str | None = None
-    refusal: str | None = None  # OpenAI's: the model's text in place of an answer
-    tool_calls: list[MadeCall] | None = None  # set in messages of the assistant
-    tool_call_id: str | None = None  # the call that a tool's message answers
-    # Not built: see NEUTRAL_IN_MESSAGES.
+    refusal: str | None = None  # OpenAI's field for a text that refuses an answer
+    tool_calls: list[MadeCall] | None = None  # the assistant's messages only may have tool calls
+    tool_call_id: str | None = None  # in a tool's message: the id of the call with this result
+    # Unsupported fields: see NEUTRAL_IN_MESSAGES.
     function_call: Any = None
     audio: Any = None
-    # Of OpenAI's service, for its records; ignored.
+    # Fields in answers of OpenAI's service; ignored.
     id: Any = None
     annotations: Any = None
 
@@ -257,11 +257,11 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None  # passed to the template
-    tools: list[ToolDefinition] | None = None  # see tools.py
+    reasoning_effort: str | None = None  # becomes a variable of the chat template
+    tools: list[ToolDefinition] | None = None  # tools.py has the rules for tools
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    # Not built: see NEUTRAL_VALUES.
+    # Unsupported fields: see NEUTRAL_VALUES.
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -303,11 +303,11 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 def refuse_unsupported(
     values: msgspec.Struct, neutral: dict[str, tuple[object, ...]], place: str = ""
 ) -> None:
-    """Raise ApiError for the first field whose value is not neutral. `place` is the path of the
-    fields, such as `messages[3].`."""
+    """Raise ApiError for the first field whose value is not in `neutral`. `place` is the path of
+    `values` in the request, such as `messages[3].`."""
     for name, allowed in neutral.items():
         value = getattr(values, name, None)
-        # Types count too: `no_stop_trim: 0` is no neutral value, although 0 == False.
+        # Types must match too: `no_stop_trim: 0` is not neutral, although 0 == False in Python.
         if value is None or any(value == v and _alike(value, v) for v in allowed):
             continue
         cure = f"leave it out or send {_shown(allowed[0])}" if allowed else "leave it out"

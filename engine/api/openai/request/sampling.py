@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a request's sampling parameters from its fields and, for fields that it leaves out, from
-the recommendations of the model's authors."""
+"""Makes a request's sampling parameters from the request's fields. A field that the request leaves
+out gets its value from the model's generation_config.json."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ...front import Front
 from .protocol import ChatRequest, SamplingFields
 from .structured import structured_outputs_of
 
-# Checked before any work on the entries: a body has room for millions of them.
+# Limits of the entries of lists, checked first, because a body may have millions of entries.
 _MOST_ENTRIES = {
     "stop": (MAX_STOP_STRINGS, "strings"),
     "bad_words": (MAX_BAD_WORDS, "strings"),
@@ -39,10 +39,10 @@ def chat_params(
     num_prompt_tokens: int,
     structured_outputs: StructuredOutputsParams | None,
 ) -> SamplingParams:
-    """Return the sampling parameters of a chat, fitted to its prompt. Raises ApiError like
-    `sampling_params`, and for more tokens or log-probabilities than the limits allow."""
+    """Return a chat's sampling parameters, with `max_tokens` within the server's limits. Raises
+    ApiError like `sampling_params`, `fit_max_tokens` and `fit_logprobs`."""
     max_tokens, asked = request.most_tokens, request.most_tokens is not None
-    if max_tokens is None:  # the answer may take the rest of the context, as in OpenAI's API
+    if max_tokens is None:  # a chat's answer may fill the rest of the context, as in OpenAI's API
         max_tokens = default_max_tokens(front, front.max_model_len)
     params = sampling_params(
         front,
@@ -67,8 +67,8 @@ def sampling_params(
     splits_thoughts: bool = False,
     structured_outputs: StructuredOutputsParams | None = None,
 ) -> SamplingParams:
-    """Return the client's sampling parameters, not yet fitted to a prompt. `structured_outputs`
-    replaces the request's own. Raises ApiError, with the field's name, for an invalid value."""
+    """Return the client's sampling parameters; `max_tokens` may exceed the context. If given,
+    `structured_outputs` replaces the request's own. Raises ApiError that names an invalid field."""
     _check_counts(request)
     if request.stop:
         front.need_tokenizer("stop", "it takes `stop_token_ids` but no `stop`")
@@ -115,7 +115,7 @@ def sampling_params(
         params = with_reasoning_marks(params, front.marks, are_split=splits_thoughts)
     except ValueError as error:
         raise _invalid(error) from None
-    # A tokenizer may have more tokens than its model.
+    # The tokenizer may have more tokens than the model, so the ids are checked.
     for ids in params.bad_words_token_ids:
         front.check_vocabulary(ids, "bad_words")
     for ids in (params.reasoning_start_token_ids, params.reasoning_end_token_ids):
@@ -125,7 +125,7 @@ def sampling_params(
     except UnreadExtraArgs as error:
         if request.vllm_xargs is None:
             raise ApiError(str(error), param="extra_args", code="invalid_value") from None
-        # vLLM accepts arguments that no processor reads, and its clients always send them.
+        # As in vLLM, arguments that no logits processor reads are ignored.
         params = with_changes(params, extra_args=None)
     except ValueError as error:
         name = "vllm_xargs" if request.vllm_xargs is not None else "extra_args"
@@ -134,15 +134,15 @@ def sampling_params(
 
 
 def default_max_tokens(front: Front, most: int) -> int:
-    """Return the limit if a request has none: `most`, or the authors' recommendation if smaller."""
+    """Return the default of `max_tokens`: `most`, or the model's own default if that is smaller."""
     return min(most, int(front.default_sampling.get("max_new_tokens", most)))
 
 
 def fit_max_tokens(
     front: Front, params: SamplingParams, num_prompt_tokens: int, *, asked: bool
 ) -> SamplingParams:
-    """Limit `max_tokens` to the rest of the context after a prompt, as in vLLM. Raises ApiError if
-    the client `asked` for more than the whole context or `min_tokens` does not fit."""
+    """Limit `max_tokens` to the rest of the context after a prompt, as vLLM does. Raises ApiError
+    if the client `asked` for more tokens than the whole context, or if `min_tokens` do not fit."""
     left = front.max_model_len - num_prompt_tokens
     if params.max_tokens <= left:
         return params
@@ -164,8 +164,8 @@ def fit_max_tokens(
 def fit_logprobs(
     front: Front, params: SamplingParams, num_choices: int, *, asked: bool
 ) -> SamplingParams:
-    """Limit `max_tokens` so that `num_choices` answers keep the limit of log-probabilities. Raises
-    ApiError if the client `asked` for more, or if too few tokens would be left."""
+    """Limit `max_tokens` so that `num_choices` answers have no more log-probabilities than allowed.
+    Raises ApiError if the client `asked` for more tokens, or if `min_tokens` exceed the limit."""
     if params.logprobs is None:
         return params
     most = front.settings.max_logprobs_per_request
@@ -206,8 +206,8 @@ def _texts(given: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _logit_bias(front: Front, bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
-    """Return the pairs of token id and bias; in JSON the ids are strings. Raises ApiError for an id
-    that is not in the vocabulary."""
+    """Return pairs of token id and bias from `bias`, whose keys are token ids as strings. Raises
+    ApiError for a token id that is not in the vocabulary."""
     vocab_size = front.client.ready.vocab_size
     pairs = {}
     for key, value in bias.items():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The required form of an answer, from the fields that clients use for it: OpenAI's
-`response_format`, vLLM's `structured_outputs`, and vLLM's older `guided_` fields."""
+"""Reads the required form of an answer from a request's fields: OpenAI's `response_format`, vLLM's
+`structured_outputs`, and vLLM's older `guided_` fields."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .protocol import SamplingFields
 
 logger = logging.getLogger(__name__)
 
-_MOST_TOLD = 64  # logged formats; limited, because clients choose the names
+_MOST_TOLD = 64  # limit of logged `format` names, because clients choose the names
 _told: set[str] = set()
-# Older fields with their current names. `guided_json` may also be a JSON text.
+# vLLM's older fields, each with its name in `structured_outputs`.
 _GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -31,13 +31,13 @@ _GUIDED = {
 }
 _WHITESPACE = "guided_whitespace_pattern"
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
-# OpenAI's fields beside the schema: name and description have no effect; `strict` always holds.
+# The fields of OpenAI's `json_schema`, of which only `schema` has an effect.
 _SCHEMA_FIELDS = {"name", "schema", "strict", "description"}
 
 
 def structured_outputs_of(front: Front, request: SamplingFields) -> StructuredOutputsParams | None:
-    """Return the structured outputs that any of these fields asks for; None if none does. Raises
-    ApiError, with the field's name, for an invalid value and if two of these fields are given."""
+    """Return the answer's required form; None for an answer of any form. Raises ApiError, with the
+    field's name, for an invalid value and for a request with two fields that set a form."""
     asked: dict[str, Mapping[str, Any]] = {}
     if request.response_format is not None:
         found = _of_response_format(request.response_format)
@@ -75,7 +75,7 @@ def structured_outputs_of(front: Front, request: SamplingFields) -> StructuredOu
 
 
 def _tell_ignored(schema: Any) -> None:
-    """Log that answers need not follow a `format` in the schema, once for each format."""
+    """Log each `format` of the schema that the server does not enforce, once for each format."""
     whole = json.loads(schema) if isinstance(schema, str) else schema
     for name in ignored_formats(whole):
         if name not in _told and len(_told) < _MOST_TOLD:
@@ -89,14 +89,14 @@ def _tell_ignored(schema: Any) -> None:
 
 
 def _of_response_format(given: Any) -> dict[str, Any]:
-    """Return the fields of StructuredOutputsParams; empty for plain text."""
+    """Return the fields of StructuredOutputsParams for a `response_format`; {} for plain text."""
     name = "response_format"
     kind = given.get("type") if isinstance(given, dict) else None
     if kind not in _FORMATS:
         known = ", ".join(_FORMATS)
         message = f"`{name}` must be an object whose `type` is one of {known}"
         raise _invalid(name, message)
-    if kind == "structural_tag":  # the whole object is the tag
+    if kind == "structural_tag":  # the whole `response_format` object is the structural tag
         return {"structural_tag": given}
     allowed = {"type", "json_schema"} if kind == "json_schema" else {"type"}
     _refuse_others(name, given, allowed)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer to one generating request, in one piece or as a stream. Each route has a subclass,
-which sets the form of the JSON."""
+"""The answer to a completion or chat request, in one piece or as a stream. Each route has a
+subclass of `Answer` that makes the route's JSON."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ from .replies import (
 )
 from .streaming import EventStream, Write, until_disconnect
 
-# Log-probabilities of more positions are encoded in a thread. A position with 20 likely tokens
-# takes about 30 us; in the event loop all other requests would wait for it.
+# Positions with log-probabilities above which an answer is encoded in a thread, not in the event
+# loop, where encoding delays all other requests: 20 likely tokens at a position take about 30 us.
 MAX_INLINE_POSITIONS = 512
 
 _encoder = msgspec.json.Encoder()
 _NO_OPTIONS = StreamOptions()
 
-UsageField = Usage | UnsetType | None  # UNSET: the request asks for no usage
+UsageField = Usage | UnsetType | None  # UNSET: the stream has no usage, which was not requested
 
 
 @dataclass(slots=True)
 class Part:
-    """A whole choice, or what one output of the engine adds to a choice."""
+    """A whole choice of an answer, or the piece that one output of the engine adds to a choice."""
 
     generation: Generation
     text: str = ""
-    reasoning: str | UnsetType = UNSET  # UNSET: it has no thought
+    reasoning: str | UnsetType = UNSET  # UNSET: the part has no thought
     tool_calls: list[CallPiece] = field(default_factory=list)
     is_first: bool = True
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_token_ids: TokenIds = UNSET
     token_ids: TokenIds = UNSET
-    # The ids of the tokens in this part, also if the client does not get them.
+    # The ids of the tokens in this part, even if the answer to the client has no token ids.
     new_token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    routed_experts: npt.NDArray[Any] | None = None  # with the last part
+    routed_experts: npt.NDArray[Any] | None = None  # set in a choice's last part
     kv_transfer_params: KvParams = UNSET  # set in a choice's last part
 
     @property
@@ -71,7 +71,7 @@ class Part:
 
     @property
     def warning(self) -> str | UnsetType:
-        """The warning about the end of a choice; UNSET without a warning."""
+        """The warning about the end of a choice that was cut; UNSET without a warning."""
         is_cut = self.finish_reason == "length"
         return (self.generation.begun_too_late if is_cut else "") or UNSET
 
@@ -92,15 +92,15 @@ class Answer(ABC):
 
     @abstractmethod
     def chunk(self, parts: list[Part], usage: UsageField) -> msgspec.Struct:
-        """Return an event of the stream with one part, or with no part for the usage at the end."""
+        """Return an event of the stream with one part, or a last event with `usage` and no part."""
 
     def select(self, wholes: Mapping[int, TextOutput]) -> list[Generation]:
-        """Return the answers that the client gets, prompt by prompt, from all generated answers.
-        `wholes` has the generated answers by index."""
+        """Return the generations whose answers the client gets, prompt by prompt. `wholes` has all
+        generated answers by the index of their generation."""
         return self.generations
 
     async def respond(self, http: Request) -> ASGIApp:
-        """Return the HTTP answer. The body of `http` must have been read."""
+        """Return the HTTP answer. The caller must have read the body of `http`."""
         seconds = self.front.settings.request_timeout_seconds
         if self.request.stream:
             return EventStream(self._stream, seconds, self.front.in_flight.ended)
@@ -110,8 +110,8 @@ class Answer(ABC):
         return Response(body, media_type="application/json")
 
     async def send_messages(self, receive: Receive, write: Write) -> None:
-        """Answer over a websocket: one message for a whole answer, or one for each chunk of a
-        stream. `receive` returns http.disconnect when the client disconnects."""
+        """Answer over a websocket: with one message for a whole answer, or one message for each
+        chunk of a stream. `receive` returns http.disconnect when the client disconnects."""
         work = self._stream(write) if self.request.stream else self._write_whole(write)
         async with asyncio.timeout(self.front.settings.request_timeout_seconds):
             await until_disconnect(receive, work, self.front.in_flight.ended)
@@ -183,8 +183,8 @@ class Answer(ABC):
             async for output in outputs:
                 tally.add(generation, output)
                 part = self._part(generation, output, is_first)
-                # The first output is always sent, even while its text is half a character: it shows
-                # the client that the prompt has been computed.
+                # The first output is sent even without a whole character of text, because the first
+                # event shows the client that the prompt has been computed.
                 if is_first or _says_something(part):
                     await write(await self._encoded_chunk([part], usage()))
                 is_first = False
@@ -218,14 +218,14 @@ class Answer(ABC):
 
 @dataclass(slots=True)
 class Tally:
-    """The token counts of a whole answer. A prompt with several answers counts once, and so do its
-    cached tokens, which come with its first answer."""
+    """The token counts of a whole answer. A prompt with several answers counts once; its cached
+    tokens are counted with the prompt's first answer."""
 
     prompt_tokens: int
     by_tier: dict[str, int]
     completion_tokens: int = 0
     cached_tokens: int = 0
-    reasoning_tokens: int | None = None  # None: thoughts are not split off
+    reasoning_tokens: int | None = None  # None: thoughts stay in the text, so are not counted
 
     @classmethod
     def from_generations(cls, front: Front, generations: Sequence[Generation]) -> Tally:
@@ -256,7 +256,7 @@ class Tally:
 async def run_all(
     generations: Sequence[Generation], run_one: Callable[[Generation], Awaitable[None]]
 ) -> None:
-    """Run all choices at the same time. The first failure cancels the other choices."""
+    """Run `run_one` for all choices at the same time. The first failure cancels the other runs."""
     if len(generations) == 1:
         await run_one(generations[0])
         return
@@ -270,7 +270,7 @@ async def run_all(
 
 
 def kv_params_of(parts: list[Part]) -> KvParams:
-    """Return the `kv_transfer_params` of an answer or a chunk: UNSET unless it has one part."""
+    """Return the `kv_transfer_params` of an answer or chunk with one part, else UNSET."""
     return parts[0].kv_transfer_params if len(parts) == 1 else UNSET
 
 

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 
 def encode_array(array: npt.NDArray[Any] | None) -> str | UnsetType:
-    """Return the array in base64; UNSET, which leaves the field out, without an array."""
+    """Return the array's numpy file in base64. None becomes UNSET, which leaves a field out."""
     if array is None:
         return UNSET
     file = io.BytesIO()

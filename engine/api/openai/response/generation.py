@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates one choice of an answer by the engine, and records its metrics.
+"""`Generation`: makes the engine generate one choice of an answer, and records the metrics.
 
-A request has `n` choices (children) for each prompt. A prompt's choices have consecutive indices.
-"""
+Each prompt of a request has `n` choices (children), which have consecutive indices."""
 
 from __future__ import annotations
 
@@ -51,26 +50,26 @@ _SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 class Task(NamedTuple):
     prompt: bytes
     params: SamplingParams
-    embeds: bytes = b""  # replace the prompt's tokens
+    embeds: bytes = b""  # a file of embeddings in place of the prompt's tokens
     pictures: Sequence[Picture] = ()
 
 
 @dataclass(slots=True)
 class Generation:
-    """The generation of a choice. Without `keeps_tokens` the tokens are dropped, and the client
-    gets only the data about the prompt."""
+    """The generation of one choice. Without `keeps_tokens` the generated tokens are dropped, and
+    the client gets only data about the prompt, such as prompt log-probabilities."""
 
     index: int
     request: AddRequest
-    child: int = 0  # its number among the choices of the same prompt
+    child: int = 0  # the choice's number among the choices of the same prompt
     keeps_tokens: bool = True
     arrival_seconds: float = field(default_factory=time.monotonic)
-    hands_over_alone: bool = False  # the only choice, handed over to another node
+    hands_over_alone: bool = False  # the request's only choice, handed over to a decode node
     thoughts: Thoughts | None = None  # None: thoughts stay in the text
     calls: CallReader | None = None  # None: calls of tools stay in the text
-    decoder: Decoder | None = None  # None: the tokenizer
+    decoder: Decoder | None = None  # decodes the tokens; None: the tokenizer decodes the tokens
     tool: str = ""  # the first tool that the answer has called
-    has_text: bool = False  # besides thoughts and calls
+    has_text: bool = False  # the answer has text besides thoughts and tool calls
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -81,8 +80,8 @@ class Generation:
         return unpack_token_ids(self.request.prompt_token_ids)
 
     async def run(self, front: Front) -> AsyncGenerator[TextOutput, None]:
-        """Yield outputs as the engine makes them. Raises ApiError if the engine fails this request,
-        and EngineDead; closing the generator early aborts the request."""
+        """Yield each output when the engine has made it. Raises EngineDead, and ApiError if the
+        engine reports an error for this request. Closing the generator early aborts the request."""
         watch = Watch(front.metrics, self.arrival_seconds, self.num_prompt_tokens)
         try:
             async with aclosing(
@@ -107,7 +106,7 @@ class Generation:
     @property
     def begun_too_late(self) -> str:
         """A warning that a structured answer did not begin because the thought used up
-        `max_tokens`; else empty. The warning is valid only at the end of the choice."""
+        `max_tokens`; else empty. The value is valid only at the end of the choice."""
         asks = self.request.sampling_params.structured_outputs is not None
         if self.thoughts is None or not asks or self.has_text or self.tool:
             return ""
@@ -117,8 +116,8 @@ class Generation:
         )
 
     def _note_tool(self, front: Front, output: TextOutput) -> None:
-        """Record the first tool that the answer called; report it to the engine at the end of a
-        request that belongs to an agent's job."""
+        """Record the first tool that the answer called. At the end of a request that belongs to an
+        agent's job, report this tool to the engine."""
         self.tool = self.tool or next((each.name for each in output.tool_calls if each.name), "")
         extras = self.request.extras
         is_turn = front.client.ready.pins_turns and extras is not None and extras.session
@@ -138,9 +137,9 @@ def make_generations(
     keeps_tokens: bool = True,
     num_generated: int = 0,
 ) -> list[Generation]:
-    """Return the choices of a request: `num_generated`, else `n`, for each prompt. The engine's
-    request ids begin with `request_id`. Raises ApiError for too many choices or
-    log-probabilities."""
+    """Return a `Generation` for each choice of a request: `num_generated`, or `n` if that is 0, for
+    each prompt. `request_id` begins the engine's request ids. Raises ApiError for too many choices
+    or log-probabilities."""
     n = num_generated or request.n or 1
     _check_amount(front, tasks, n, shares=not request.stream)
     is_alone = len(tasks) * n == 1 and not request.use_beam_search
@@ -154,12 +153,12 @@ def make_generations(
     for place, (prompt, asked, embeds, pictures) in enumerate(tasks):
         params = without_routers_least(asked, request)
         asked_beams, beams = beams_of(request, params, embeds), None
-        # A prefill node only computes the prompt, so it needs no beam search.
+        # A prefill node only computes the prompt, so a prefill node runs no beam search.
         if asked_beams is not None and not (handed is not None and handed.hand_over):
             beams, params = asked_beams
         for child in range(n):
-            # In a stream each choice needs its own prompt log-probabilities: the first choice's may
-            # arrive later.
+            # In a stream each choice needs its own prompt log-probabilities, because the output of
+            # the prompt's first choice may arrive later than another choice's output.
             with_prompt = child == 0 or bool(request.stream)
             own = child_params(params, child, with_prompt=with_prompt) if n > 1 else params
             index = place * n + child
@@ -180,8 +179,8 @@ def make_generations(
 
 
 def tenant_of(front: Front, http: HTTPConnection) -> str:
-    """Return the tenant of a request, from the trusted header; empty without that header. Raises
-    ApiError for several tenants, and for a tenant that is too long."""
+    """Return a request's tenant, the value of the header `--tenant-header`; "" without the header.
+    Raises ApiError for several tenants, and for a tenant that is too long."""
     name = front.settings.tenant_header
     if name is None:
         return ""
@@ -196,11 +195,11 @@ def tenant_of(front: Front, http: HTTPConnection) -> str:
 
 
 class Job(NamedTuple):
-    """The agent's job to which a request belongs as one step."""
+    """An agent's job, to which a request belongs as one step."""
 
     job_id: str
     is_last_step: bool
-    tool: str  # the tool whose result the turn brings; "": unknown
+    tool: str  # the tool whose result is the request's last message; "": unknown
 
 
 def job_of(http: HTTPConnection, request: SamplingFields, tool: str = "") -> Job | None:
@@ -294,6 +293,6 @@ def _engine_error(output: TextOutput) -> ApiError:
     message = output.error or "the engine failed on this request"
     if output.error_code == OVERLOADED:
         return ApiError(message, status=503, kind=ENGINE, code=OVERLOADED, retry_seconds=1)
-    if output.error_code == INVALID_GRAMMAR:  # the client wrote the grammar
+    if output.error_code == INVALID_GRAMMAR:  # the client's error: the client wrote the grammar
         return ApiError(message, code=INVALID_GRAMMAR)
     return ApiError(message, status=500, kind=ENGINE, code=output.error_code or "request_failed")

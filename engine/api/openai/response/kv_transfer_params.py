@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kv_transfer_params`: a field of requests and answers, which routers copy from a prefill node's
-answer to the request for a decode node.
+"""Reads and makes `kv_transfer_params`, a field that routers copy from a prefill node's answer to
+the request for a decode node.
 
-The keys are those of routers for vLLM nodes. Routers for vLLM pass on unknown keys, so this server
-puts its ticket under `stratakv`. Routers for SGLang nodes send a request to both nodes at once,
-with a `bootstrap_room`. Both kinds of router may send addresses. This server opens no connection to
-an address in the field, because any client could have written it."""
+The field has the keys that routers for vLLM nodes use. Routers for vLLM pass on unknown keys, so
+this server adds a *ticket* under the key `stratakv`. Routers for SGLang nodes send a request to a
+prefill and a decode node at once, with a `bootstrap_room`. This server opens no connection to an
+address in the field, because any client could have written the address."""
 
 from __future__ import annotations
 
@@ -56,9 +56,8 @@ def read_params(
 
 def without_routers_least(params: SamplingParams, request: SamplingFields) -> SamplingParams:
     """Return the parameters without a `min_tokens` of 1 that a router added. Routers that send
-    `remote_engine_id` add it to a prefill node's request for one token. This `min_tokens` forbids
-    tokens that end the answer, which the client's request may allow, so the first token might be
-    wrong."""
+    `remote_engine_id` add `min_tokens` to a prefill node's request for one token. `min_tokens`
+    forbids tokens that end an answer, which might be the right first token."""
     given = request.kv_transfer_params or {}
     is_theirs = given.get("do_remote_decode") and "remote_engine_id" in given
     if not is_theirs or (params.min_tokens, params.max_tokens) != (1, 1):
@@ -67,7 +66,7 @@ def without_routers_least(params: SamplingParams, request: SamplingFields) -> Sa
 
 
 def params_for_decode(request_id: str, ticket: Ticket) -> Params:
-    """Return the `kv_transfer_params` of a prefill node's answer, for the decode node."""
+    """Return the `kv_transfer_params` in a prefill node's answer, which the decode node gets."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -85,8 +84,8 @@ def params_for_decode(request_id: str, ticket: Ticket) -> Params:
 
 
 def _names_prefill(params: Params) -> bool:
-    """Whether another node computes the prompt now. Routers that send a request to both nodes at
-    once join the two requests by a transfer id, or by the id of the other request."""
+    """Return whether another node computes the prompt now. Routers that send a request to a prefill
+    and a decode node at once add a transfer id, or the id of the prefill node's request."""
     prefiller = params.get("remote_prefiller")
     if isinstance(prefiller, dict):
         return bool(prefiller.get("kv_request_id"))
@@ -104,7 +103,7 @@ def _switch(params: Params, name: str) -> bool:
 def _ticket(params: Params) -> Ticket | None:
     given = params.get(OURS)
     if given is None:
-        return None  # made by other software: its blocks are found by key or not at all
+        return None  # other software made the parameters, so there is no ticket
     try:
         ticket = msgspec.convert(given, Ticket)
     except msgspec.ValidationError as error:
@@ -117,7 +116,7 @@ def _ticket(params: Params) -> Ticket | None:
 
 
 def _can_be(ticket: Ticket) -> bool:
-    """Whether the ticket's fields have sizes that are possible in real tickets."""
+    """Return whether a ticket's fields have sizes that are possible in a ticket of a server."""
     numbers, told = [ticket.num_tokens, ticket.first_token], ticket.logprobs
     if told is not None:
         count = len(told.token_ids)

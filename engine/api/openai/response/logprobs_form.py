@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities in the forms for clients: OpenAI's two forms, and vLLM's form for prompts."""
+"""Converts log-probabilities to OpenAI's two forms, and to vLLM's form for prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .replies import ChatLogprobs, CompletionLogprobs, PromptToken, TokenLogprob
 def chat_logprobs(
     positions: Sequence[PositionLogprobs], count: int, texts: TokenTexts, *, as_ids: bool
 ) -> ChatLogprobs:
-    """Return log-probabilities as chats have them, with the `count` likeliest at each position."""
+    """Return log-probabilities in OpenAI's form for chats, with `count` tokens at each position."""
     content = []
     for position in positions:
         each = [
@@ -36,7 +36,7 @@ def chat_logprobs(
 def prompt_logprobs(
     positions: PromptLogprobs, count: int, texts: TokenTexts, *, as_ids: bool
 ) -> list[dict[int, PromptToken] | None]:
-    """Return a prompt's log-probabilities: of each of its tokens and of the `count` likeliest."""
+    """Return a prompt's log-probabilities in vLLM's form, with `count` tokens besides its own."""
     form: list[dict[int, PromptToken] | None] = []
     for position in positions:
         if position is None:
@@ -53,8 +53,8 @@ def prompt_logprobs(
 
 
 class CompletionForm:
-    """Makes the form for completions, for one choice that may come in pieces. Offsets are computed
-    from tokens' bytes, so tokens that are parts of one character have the same offset."""
+    """Converts one choice's log-probabilities to OpenAI's form for completions, in pieces. Offsets
+    come from tokens' bytes, so tokens that are parts of one character have the same offset."""
 
     def __init__(
         self, texts: TokenTexts, count: int, *, as_ids: bool, skip_special_tokens: bool
@@ -82,8 +82,8 @@ class CompletionForm:
         return form
 
     def _top(self, position: PositionLogprobs) -> dict[str, float]:
-        """Return the likeliest tokens and the chosen token. If tokens that are parts of characters
-        have the same text, the likeliest of them counts."""
+        """Return the log-probabilities of the likeliest tokens and the chosen token, by text. If
+        several tokens have the same text, the likeliest of these tokens counts."""
         top: dict[str, float] = {}
         for token, logprob in zip(
             position.token_ids[: self._count + 1], position.logprobs, strict=False
@@ -93,14 +93,14 @@ class CompletionForm:
         return top
 
     def _advance_offset(self, token: int) -> int:
-        """Return the token's offset in the text, and advance to the end of the token."""
+        """Return the token's offset in the text in characters, and advance to the token's end."""
         known = self._texts.get_token_text(token)
         if known.is_special and self._skip_special_tokens:
             return self._offset
         raw = known.text.encode() if known.raw is None else bytes(known.raw)
         waits = bool(self._decoder.getstate()[0])
         first = self._decoder.decode(raw[:1])
-        # Waiting bytes become a replacement character unless this byte continues them.
+        # REPLACEMENT stands for the incomplete character before a token that does not continue it.
         apart = len(first) > 1 or bool(self._decoder.getstate()[0])
         begin = self._offset + (waits and apart and first.startswith(REPLACEMENT))
         self._offset += len(first) + len(self._decoder.decode(raw[1:]))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of answers, in the forms of OpenAI's API and of vLLM.
+"""The fields of the HTTP API's answers, in the forms of OpenAI's API and of vLLM.
 
-Most fields that are not in OpenAI's API are left out unless the client asks for them."""
+Most fields that are not in OpenAI's API are left out unless the request asks for the field."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-KvParams = dict[str, Any] | UnsetType  # UNSET without a hand-over
-TokenIds = list[int] | UnsetType  # UNSET unless the client asked for them
+KvParams = dict[str, Any] | UnsetType  # UNSET: the request is not handed over to a decode node
+TokenIds = list[int] | UnsetType  # UNSET: the request does not ask for token ids
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -33,26 +33,26 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    # UNSET if thoughts are not split off.
+    # UNSET if thoughts are not split off from the answer's text.
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class PromptToken(msgspec.Struct, gc=False):
     """A token at a position of the prompt: the prompt's own token, or a likely token. An answer may
-    have thousands, so the garbage collector does not track them (`gc=False`): they cannot be part
-    of a reference cycle."""
+    have thousands of these objects, so the garbage collector does not track them (`gc=False`); no
+    `PromptToken` can be part of a reference cycle."""
 
     logprob: float
     rank: int
     decoded_token: str
 
 
-# One entry for each prompt token: tokens by id, or None for the first, which no token precedes.
+# One entry for each prompt token: tokens by id, or None for the prompt's first token.
 PromptTokens = list[dict[int, PromptToken] | None] | UnsetType
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Four lists with one entry for each token. `text_offset` counts characters of the text."""
+    """Four lists with one entry for each token of a completion. `text_offset` is in characters."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -61,7 +61,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """A completion, or what a chunk of a stream adds to a completion."""
+    """A completion, or the piece that a chunk of a stream adds to a completion."""
 
     index: int
     text: str
@@ -87,7 +87,7 @@ class Completion(msgspec.Struct):
 
 
 class TopLogprob(msgspec.Struct, gc=False):
-    """A likely token. `bytes` is null if the token's bytes are unknown."""
+    """A likely token at a position of the answer. `bytes` is null if the bytes are unknown."""
 
     token: str
     logprob: float
@@ -95,7 +95,7 @@ class TopLogprob(msgspec.Struct, gc=False):
 
 
 class TokenLogprob(msgspec.Struct):
-    """The chosen token, and the likeliest tokens at its position."""
+    """The chosen token, and the likeliest tokens at the same position."""
 
     token: str
     logprob: float
@@ -111,7 +111,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class FunctionCall(msgspec.Struct):
-    """A called function. `arguments` is JSON if the model wrote JSON."""
+    """The function that a tool call names. `arguments` is JSON if the model wrote JSON."""
 
     name: str
     arguments: str
@@ -124,14 +124,14 @@ class ToolCall(msgspec.Struct):
 
 
 class FunctionDelta(msgspec.Struct):
-    """The piece of a called function that a chunk adds; the first chunk has the name."""
+    """The piece of a called function that a chunk adds; a call's first chunk has the name."""
 
     name: str | UnsetType
     arguments: str
 
 
 class ToolCallDelta(msgspec.Struct):
-    """The piece of tool call `index` that a chunk adds; the first chunk has `id` and `type`."""
+    """The piece of tool call `index` that a chunk adds. A first chunk has `id` and `type`."""
 
     index: int
     id: str | UnsetType
@@ -140,11 +140,11 @@ class ToolCallDelta(msgspec.Struct):
 
 
 class AssistantMessage(msgspec.Struct):
-    """A whole message. `content` is null if the message has tool calls and no text."""
+    """The message of a chat's answer. `content` is null for a message of only tool calls."""
 
     role: Literal["assistant"]
     content: str | None
-    # The thoughts, by vLLM's older and newer name; UNSET without any.
+    # The message's thoughts, under vLLM's older and newer name; UNSET without thoughts.
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
@@ -163,7 +163,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class Delta(msgspec.Struct):
-    """The part of a message that a chunk adds."""
+    """The piece that a chunk of a stream adds to a message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -225,8 +225,8 @@ class DetokenizedPrompt(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """A model in /v1/models, or an adapter with its base model as `parent` and its fingerprint.
-    `root` is the path, also accepted as a model's name, or the name."""
+    """A model in /v1/models, or a LoRA adapter, whose `parent` is the base model. `root` is the
+    path, which requests may also use as the model's name, or the name."""
 
     id: str
     object: Literal["model"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of a websocket that answers one prompt: JSON as text, errors, and the close."""
+"""Sends and reads the messages of a websocket for one prompt: JSON as text, errors, the close."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .streaming import LAST_WORDS_SECONDS, SHUTTING_DOWN
 
 logger = logging.getLogger(__name__)
 
-DONE = 1000  # the code of a close after a whole answer
+DONE = 1000  # the websocket's close code after a whole answer
 _POLICY, _INTERNAL, _RESTART, _TRY_LATER = 1008, 1011, 1012, 1013
 _BY_CODE = {
     "binary_message": 1003,
@@ -33,7 +33,7 @@ async def send_message(send: Send, message: Message) -> None:
 
 
 async def close_with_error(send: Send, error: ApiError) -> None:
-    """Send the error object, and close the websocket; give up after LAST_WORDS_SECONDS."""
+    """Send the error object, then close the websocket, both within LAST_WORDS_SECONDS."""
     code = close_code(error)
     reason = (error.code or error.kind).encode()[:_MAX_REASON_BYTES].decode(errors="ignore")
     try:
@@ -55,8 +55,8 @@ def close_code(error: ApiError) -> int:
 
 
 def only_disconnect(receive: Receive) -> Receive:
-    """Return a `receive` for the time after the last part: it returns http.disconnect, and raises
-    ApiError for any other message."""
+    """Return an ASGI `receive` for the time after a prompt's last part. The `receive` returns
+    http.disconnect, and raises ApiError for a further message of the client."""
 
     async def receive_end() -> Message:
         message = await receive()
@@ -71,7 +71,7 @@ def only_disconnect(receive: Receive) -> Receive:
 
 
 def text_of_message(message: Message) -> bytes:
-    """Return a message's text in UTF-8. Raises ClientGone for a disconnect, ApiError for bytes."""
+    """Return a message's text in UTF-8. Raises ClientGone at a disconnect, ApiError for bytes."""
     if message["type"] == "websocket.disconnect":
         raise ClientGone
     text = message.get("text")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that is cancelled when its client disconnects, and answers that are sent as a stream.
+"""Cancels work when its client disconnects, and sends answers as a stream of server-sent events.
 
-Server-sent events are written as they are made, without a queue between the engine's output and the
-socket, so that a slow client slows only its own request."""
+Each event is written when it is made, without a queue between the engine's output and the socket,
+so that a slow client slows only its own request."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 DONE = b"[DONE]"
 SHUTTING_DOWN = "shutting_down"
-# The time for a slow client to read the last event of a failed stream.
+# The time limit for sending the last event of a failed stream to a slow client.
 LAST_WORDS_SECONDS = 2.0
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies such as nginx would delay the first token
+    (b"x-accel-buffering", b"no"),  # nginx and similar proxies would buffer, and delay tokens
 ]
 
 
@@ -39,7 +39,7 @@ async def until_disconnect(
     """Return the result of `work`. If the client disconnects, cancel `work` and raise ClientGone;
     once `ended` is done, cancel `work` and raise ApiError.
 
-    The request's body must have been read before, so that the next event is the disconnect."""
+    The caller must have read the request's body, so that the next ASGI event is the disconnect."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
@@ -47,13 +47,13 @@ async def until_disconnect(
         if task.done():
             return task.result()
         if watcher.done():
-            watcher.result()  # raises the errors of `receive`
+            watcher.result()  # raises an error that `receive` has raised
             raise ClientGone
         raise shutting_down()
     finally:
         for each in (task, watcher):
             each.cancel()
-        # Wait until the cancelled work has aborted its requests in the core.
+        # Wait until the cancelled work has aborted its requests in the engine core.
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
@@ -87,10 +87,10 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 @dataclass(slots=True)
 class EventStream:
-    """An ASGI answer of server-sent events. `produce` gets, once, a function that writes an event.
+    """An ASGI answer of server-sent events. `produce` gets a function that writes an event.
 
-    The status line is sent with the first event, so an earlier failure has its own HTTP status. A
-    later failure, or the server's shutdown (`ended` is done), becomes an event with an `error`."""
+    The HTTP status is sent with the first event, so an earlier error has its own HTTP status. A
+    later error, or the server's shutdown (`ended` is done), becomes an event with an `error`."""
 
     produce: Callable[[Write], Awaitable[None]]
     timeout_seconds: float
@@ -102,7 +102,7 @@ class EventStream:
             await until_disconnect(receive, self._send_events(send), self.ended)
         except ClientGone:
             logger.debug("a client left in the middle of its stream")
-        except Exception as error:  # noqa: BLE001 - the border: every fault becomes an answer
+        except Exception as error:  # noqa: BLE001 - every error becomes an HTTP answer
             await self._send_error(to_api_error(error), scope, receive, send)
 
     async def _send_events(self, send: Send) -> None:

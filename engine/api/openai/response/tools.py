@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools of a request: the functions that may or must be called, and the calls in an answer.
-`tool_choice` determines the prompt and the answer:
+"""The tools of a request (functions that an answer may or must call), and the calls in an answer.
+`tool_choice` determines whether the prompt lists the tools, and the form of the answer:
 
     tool_choice   prompt      answer
     none          no tools    content
     auto          tools       free text, in which a parser of the model's form finds calls
-    required      tools       by a grammar: a list of calls, each with arguments of its schema
-    a function    tools       by a grammar: the arguments of that function"""
+    required      tools       a list of calls; a grammar enforces each tool's schema
+    a function    tools       the arguments of that function; a grammar enforces its schema"""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from ...front import Front
 from ..request.protocol import ChatRequest, FunctionDefinition, ToolDefinition
 from ..request.structured import structured_outputs_of
 
-# OpenAI's characters, and the separators between a tool server's name and a tool's.
+# Tool names: OpenAI's characters, and the separators `.:/` between a server's name and a tool's.
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
-# Keywords of a schema that hold values, which may be null.
+# Keywords of a JSON schema that contain values, which may be null.
 _VALUES = ("const", "default", "enum", "example", "examples")
 _MODES = ("auto", "none", "required")
 _NAMED = "named"
-# Fields that set the form of the whole answer, so that it can hold no call.
+# Request fields that set the form of the whole answer, which then cannot contain a tool call.
 _FORMS = (
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
     "guided_json_object", "response_format",
@@ -47,8 +47,8 @@ _FORMS = (
 
 
 class CallReader:
-    """Reads the tool calls in one answer. With `only_first`, later calls are dropped; with
-    `ends_with_calls` the finish reason of an answer with calls is `tool_calls`."""
+    """Reads the tool calls in one answer. `only_first`: calls after the first call are dropped.
+    `ends_with_calls`: the finish reason of an answer with calls is `tool_calls`."""
 
     def __init__(self, parser: ToolCallParser, *, only_first: bool, ends_with_calls: bool) -> None:
         self._parser = parser
@@ -58,7 +58,7 @@ class CallReader:
         self._arguments: list[str] = []  # the arguments of the last call
 
     def read(self, output: TextOutput) -> None:
-        """Move the calls in the next output from its text to its `tool_calls`."""
+        """Move the tool calls in an output of the engine from its text to its `tool_calls`."""
         content, pieces = self._parser.push(output.text)
         if output.finish_reason is not None:
             rest = self._parser.finish()
@@ -70,7 +70,7 @@ class CallReader:
         for piece in pieces:
             self._arguments = [*([] if piece.name else self._arguments), piece.arguments]
         if output.finish_reason == "stop" and self._has_calls and self._ends_with_calls:
-            # A stop string or a stop token may have cut a call off.
+            # A stop string or stop token may cut the last call off, so its JSON is checked.
             if output.stop_reason is None or _is_json("".join(self._arguments)):
                 output.finish_reason = "tool_calls"
 
@@ -78,16 +78,16 @@ class CallReader:
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     shown: list[Mapping[str, object]] | None = None  # the tools that the template gets
-    structured_outputs: StructuredOutputsParams | None = None  # set if the answer must call
-    make_parser: Callable[[], ToolCallParser] | None = None  # None: no calls are read
+    structured_outputs: StructuredOutputsParams | None = None  # set if the answer must be a call
+    make_parser: Callable[[], ToolCallParser] | None = None  # None: calls stay in the text
     new_id: Callable[[], str] = ToolCallParser.new_id
     only_first: bool = False
-    ends_with_calls: bool = True  # False for a named choice: OpenAI ends it with `stop`
-    marks: ReasoningMarks | None = None  # around thoughts, which may show special tokens
-    decoder: Decoder | None = None  # decodes texts with calls; None: the tokenizer
+    ends_with_calls: bool = True  # False if `tool_choice` is a function: OpenAI reports `stop`
+    marks: ReasoningMarks | None = None  # the marks around thoughts in the answer's text
+    decoder: Decoder | None = None  # decodes answers with calls; None: the tokenizer decodes
 
     def reader(self) -> CallReader | None:
-        """Return a new reader for one answer; None if no calls are read."""
+        """Return a new `CallReader` for one answer; None if calls stay in the text."""
         if self.make_parser is None:
             return None
         return CallReader(
@@ -96,15 +96,15 @@ class ToolUse:
 
 
 class _Choice(NamedTuple):
-    mode: str  # one of _MODES, or _NAMED
+    mode: str  # "auto", "none", "required", or "named" if `tool_choice` names a function
     name: str = ""
 
 
 def tools_of(front: Front, request: ChatRequest) -> ToolUse:
-    """Return the use of tools that a request asks for. Raises ApiError, with the field's path, for
-    invalid tools, for a choice of an unknown tool, and for fields that contradict the choice."""
+    """Return how a request's answer uses tools. Raises ApiError, with the field's path, for invalid
+    tools, for a `tool_choice` of an unknown tool, and for fields that contradict `tool_choice`."""
     tools = request.tools or []
-    if not tools and request.tool_choice in (None, "auto", "none"):  # libraries always send `auto`
+    if not tools and request.tool_choice in (None, "auto", "none"):  # some clients always send auto
         return ToolUse(marks=front.marks)
     shown = template_tools(front.settings, tools)
     choice = _choice_of(request, tools)
@@ -130,7 +130,7 @@ def tools_of(front: Front, request: ChatRequest) -> ToolUse:
 def template_tools(
     settings: ApiSettings, tools: Sequence[ToolDefinition]
 ) -> list[Mapping[str, object]] | None:
-    """Return the tools in the template's form; None without any. Raises ApiError for bad tools."""
+    """Return the tools in the template's form; None for no tools. Raises ApiError for bad tools."""
     if not tools:
         return None
     most, known = settings.max_tools_per_request, set()
@@ -158,8 +158,8 @@ def template_tools(
 
 
 def template_tools_of(given: object) -> list[Mapping[str, object]] | None:
-    """Return `template_tools` for callers without HTTP, whose tools are dicts in the form of the
-    HTTP API's JSON. Raises ValueError."""
+    """Return `template_tools` for callers of the Python API, whose tools are dicts in the form of
+    the HTTP API's JSON. Raises ValueError."""
     try:
         tools = msgspec.convert(given or [], list[ToolDefinition])
         return template_tools(ApiSettings(), tools)
@@ -178,7 +178,7 @@ def _is_json(text: str) -> bool:
 
 
 def _check_schema(place: str, schema: Mapping[str, Any] | None) -> None:
-    """Raise ApiError unless the schema describes an object; the compiler checks the rest."""
+    """Raise ApiError unless the schema describes an object; the compiler checks other keywords."""
     schema = without_nulls(schema or {})
     kind = schema.get("type", "object")
     if kind != "object":
@@ -233,7 +233,7 @@ def _choice_of(request: ChatRequest, tools: Sequence[ToolDefinition]) -> _Choice
 
 def _refuse_other_forms(front: Front, request: ChatRequest, choice: _Choice) -> None:
     other = structured_outputs_of(front, request)
-    # Tags in free text may be calls of the client's own form.
+    # `auto` allows a structural tag, which may describe calls in the client's own form.
     if other is None or (choice.mode == "auto" and other.structural_tag is not None):
         return
     name = next(name for name in _FORMS if getattr(request, name) not in (None, False))
@@ -245,10 +245,10 @@ def _refuse_other_forms(front: Front, request: ChatRequest, choice: _Choice) -> 
 
 
 def _by_parser(front: Front, use: ToolUse, names: Sequence[str], *, is_result: bool) -> ToolUse:
-    """Return `use` with a parser that finds calls in free text. Raises ApiError if the model's form
-    of calls is unknown, unless the last message is a tool's result (`is_result`)."""
+    """Return `use` with a parser that finds tool calls in free text. Raises ApiError if the model's
+    form of calls is unknown, unless the last message is a tool's result (`is_result`)."""
     if front.tool_format is None and is_result:
-        return use  # the template gets the result as text
+        return use  # the chat template gets the tool's result as text
     if front.tool_format is None:
         message = (
             "the form in which this model calls tools is not known: its chat template shows none; "
@@ -266,7 +266,7 @@ def _by_parser(front: Front, use: ToolUse, names: Sequence[str], *, is_result: b
 
 def _by_grammar(use: ToolUse, tools: Sequence[ToolDefinition], choice: _Choice) -> ToolUse:
     """Return `use` with a schema for one call or a list of calls. The schema allows no white space
-    between JSON tokens, because small models write it without end."""
+    between JSON tokens, because small models may write white space without end."""
     names = [tool.function.name for tool in tools]
     schemas = [_schema_of(tool.function) for tool in tools]
     make_parser: Callable[[], ToolCallParser]
@@ -290,8 +290,8 @@ def _schema_of(function: FunctionDefinition) -> dict[str, Any]:
 
 
 def without_nulls(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema without keywords that are null, which some languages write for an empty
-    list. Keywords that hold values, such as `enum`, stay unchanged."""
+    """Return the schema without keywords whose value is null, which some languages write for an
+    empty list. Keywords that contain values, such as `enum`, stay unchanged."""
     found: dict[str, Any] = _without_nulls(schema)
     return found
 
@@ -311,7 +311,7 @@ def _without_nulls(schema: Any) -> Any:
 def _list_schema(
     names: Sequence[str], schemas: Sequence[dict[str, Any]], most: int | None
 ) -> dict[str, Any]:
-    """Return the schema of a list of calls, whose `$defs` has each tool's schema."""
+    """Return the JSON schema of a list of calls; its `$defs` contain each tool's schema."""
     calls = [
         {
             "type": "object",
@@ -332,7 +332,7 @@ def _list_schema(
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """Return the schema with its references adapted to its position `place` in another schema."""
+    """Return the schema with references (`$ref`) that are right at `place` in another schema."""
     if isinstance(schema, list):
         return [_moved(each, place) for each in schema]
     if not isinstance(schema, dict):

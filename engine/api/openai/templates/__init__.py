@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates: the process that renders them, its sandbox, and the probe of a template."""
+"""Chat templates: the processes and the sandbox that render templates, and tests of a template."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renders one conversation, and `TemplateProbe`'s test conversations, by a chat template."""
+"""`Rendering`: renders a conversation, and `TemplateProbe`'s tests, with a chat template."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .template_probe import PICTURE_MARK, CallForm, Seen, in_parts
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """A template with the limits, variables and tools of one request. Contents are passed as lists
-    of parts if the template ignores plain texts. The methods raise TemplateRefused."""
+    """A chat template with the limits, variables and tools of one request. If the template ignores
+    plain texts, it gets messages' contents as lists of parts. The methods raise TemplateRefused."""
 
     template: ChatTemplate
     settings: ApiSettings
@@ -36,7 +36,7 @@ class Rendering:
         return await self.template.probe.call_form(self._plain, tools=bool(self.tools))
 
     async def takes_both(self, one: str, other: str) -> bool:
-        """Whether the template shows a message of role `other` after a message of role `one`."""
+        """Return whether the template shows a message of role `other` after one of role `one`."""
         return await self.template.probe.takes_both(self._plain, one, other)
 
     async def _prompt(self, seen: Sequence[Seen]) -> str:
@@ -44,11 +44,11 @@ class Rendering:
         return await self._render(given, self.tools, self.opens_turn, self.variables)
 
     async def _plain(self, seen: Sequence[Seen], tools: Sequence[Any] | None = None) -> str:
-        """Render a test conversation, without the variables and tools of this request."""
+        """Return the prompt of a test conversation, without this request's variables and tools."""
         return await self._render(await self._given(seen), tools, False, {})
 
     async def _given(self, seen: Sequence[Seen]) -> Sequence[Seen]:
-        """Return the messages with their contents in the form that the template shows."""
+        """Return the messages, with contents in a form that the template shows: text or parts."""
         if await self.template.probe.takes_parts(self._unchanged):
             return [in_parts(message) for message in seen]
         return [in_parts(each) if PICTURE_MARK in str(each.get("content")) else each

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sandbox that compiles and renders chat templates, with limits on their functions and their
+"""The sandbox that compiles and renders chat templates, with limits on a template's functions and
 output. The sandbox runs in a separate process (`template_worker.py`)."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_PRODUCT_ITEMS = 1024**2  # items of a repeated string or list
+MAX_PRODUCT_ITEMS = 1024**2  # limit of the length of a string or list that `*` repeats
 MAX_POWER_BITS = 4096
 
 
@@ -25,9 +25,9 @@ class TemplateRefused(ValueError):
 
 
 class _GenerationTag(Extension):
-    """The tag `{% generation %}`, which marks text for training; here its body is plain text."""
+    """The tag `{% generation %}`, which marks text for training. Its body renders as plain text."""
 
-    tags = {"generation"}  # noqa: RUF012 - the form that Jinja declares
+    tags = {"generation"}  # noqa: RUF012 - Jinja declares `tags` as a set
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -56,7 +56,7 @@ def compile_template(source: str) -> jinja2.Template:
 def render_template(
     template: jinja2.Template, context: Mapping[str, object], max_characters: int
 ) -> str:
-    """Return the rendered text. Raises TemplateRefused, with the template's own message if any."""
+    """Return the rendered text. Raises TemplateRefused, with a message of the template if any."""
     parts: list[str] = []
     size = 0
     try:
@@ -98,7 +98,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Encode as plain JSON, as in models' training data; Jinja's own filter escapes for HTML."""
+    """Return the value as plain JSON. Jinja's own `tojson` would escape characters for HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

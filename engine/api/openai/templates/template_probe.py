@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TemplateProbe`, which renders test conversations to find the form of tool calls that a template
-shows, and the messages that it leaves out.
+"""`TemplateProbe`: renders test conversations to find the form of tool calls that a chat template
+shows, and the messages that the template leaves out.
 
-Templates silently drop input that they do not know: a role, a call beside a text, a second system
-message. The source of a template does not show this reliably, so the probe renders examples.
-Results are kept for each template, so that most conversations are rendered only once."""
+A template silently drops input that it does not support: a role, a call beside a text, a second
+system message. A template's source does not show the dropped input reliably, so the probe renders
+examples. Results are kept for each template, so most conversations are rendered only once."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from typing import Any
 from .sandbox import TemplateRefused
 
 Seen = dict[str, Any]  # a message in the form for the template
-Render = Callable[[Sequence[Seen]], Awaitable[str]]  # raises TemplateRefused
+Render = Callable[[Sequence[Seen]], Awaitable[str]]  # returns a prompt, or raises TemplateRefused
 
-# Stands for a picture in the text of a message. These characters are in no valid text; a forged one
-# is found, because the prompt then has more pictures than came.
+# Stands for a picture in the text of a message. No valid text has these noncharacters. A client's
+# text with the mark is an error, because the prompt has more marks than the request has pictures.
 PICTURE_MARK = "\ufdd0picture\ufdd1"
-# A content of so many characters does not appear in the prompt by chance.
+# A content of at least this many characters does not appear in a prompt by chance.
 _TELLING_CHARACTERS = 12
 _LOOKED_FOR_CHARACTERS = 64
 _MAX_KNOWN_SHAPES = 1024
-# Most failed searches in a prompt: a template that changes so many texts changes all texts.
+# Limit of failed searches in a prompt: a template that changes this many texts changes all texts.
 _MAX_SEARCHES = 8
-# Characters of all texts to compare in the search for a text that is part of another.
+# Limit of characters to compare in the search for texts that are part of another message.
 _MAX_CHARACTERS_COUNTED = 20_000_000
 
 _NAME, _KEY, _VALUE = "probe_name", "probe_key", "probe_value"
 _TEXT, _RESULT = "probe text", "probe result"
-_ID = "probe000"  # plus one digit: the strictest templates take this form
+_ID = "probe000"  # with one more digit, an id that the strictest templates accept
 _TOOL = {"type": "function", "function": {"name": "probe_tool", "parameters": {"type": "object"}}}
 
 ABSENT, NULL, EMPTY = "absent", "null", "empty"
-# The forms of a missing content in the order of their trial; transformers has the first form.
+# The forms of a missing content, in the order in which they are tried; transformers uses ABSENT.
 _CONTENTS: Mapping[str, Seen] = {ABSENT: {}, NULL: {"content": None}, EMPTY: {"content": ""}}
 
-# Digits pass unchanged through filters and JSON.
+# Marks are digits, because filters of a template and JSON leave digits unchanged.
 _STEM = str(10**7 + secrets.randbelow(9 * 10**7))
 _MARK = re.compile(rf"{_STEM}\d{{14}}")
 
@@ -52,18 +52,18 @@ _MARK = re.compile(rf"{_STEM}\d{{14}}")
 class CallForm:
     """The form in which a template accepts tool calls and tool results."""
 
-    is_shown: bool = True  # False: calls go as text
-    content: str = ABSENT  # if there are only calls: ABSENT, NULL or EMPTY
-    as_text: bool = False  # arguments are a JSON text, not an object
-    takes_text: bool = True  # arguments that are no object may be a text
+    is_shown: bool = True  # False: calls become text in the message's content
+    content: str = ABSENT  # the content of a message that has only calls: ABSENT, NULL or EMPTY
+    as_text: bool = False  # the template gets arguments as a JSON text, not as an object
+    takes_text: bool = True  # the template accepts arguments that are a text
     beside_text: bool = True  # calls are shown in a message that also has a text
     several: bool = True  # a message may have more than one call
-    shows_results: bool = True  # False: results of tools go as a user's message
+    shows_results: bool = True  # False: results of tools become a user's message
 
 
 class TemplateProbe:
-    """Tests one template, and keeps the results. Callers pass the render function, which has the
-    limits of all renderings."""
+    """Tests one chat template, and keeps the results. The methods' parameter `render` is a function
+    that renders a conversation within the server's limits."""
 
     def __init__(self, source: str) -> None:
         self.names_developer = "developer" in source
@@ -73,7 +73,7 @@ class TemplateProbe:
         self._left_out: OrderedDict[bytes, frozenset[int]] = OrderedDict()
 
     async def takes_parts(self, render: Render) -> bool:
-        """Whether contents must be lists of parts: some templates show no plain texts."""
+        """Return whether contents must be lists of parts: some templates ignore plain texts."""
         if self._takes_parts is None:
             user = {"role": "user", "content": _TEXT}
             self._takes_parts = False
@@ -82,7 +82,7 @@ class TemplateProbe:
         return self._takes_parts
 
     async def takes_both(self, render: Render, one: str, other: str) -> bool:
-        """Whether the template shows a first message of role `one` and then one of role `other`."""
+        """Return whether the template shows a message of role `other` after one of role `one`."""
         if (one, other) not in self._takes_both:
             both = [{"role": one, "content": _NAME}, {"role": other, "content": _KEY}]
             try:
@@ -95,7 +95,7 @@ class TemplateProbe:
     async def call_form(
         self, render: Callable[[Sequence[Seen], Sequence[Any] | None], Awaitable[str]], tools: bool
     ) -> CallForm:
-        """Return the form of calls with or without `tools`. `render` takes messages and tools."""
+        """Return the form of calls in prompts with or without `tools`. `render` makes a prompt."""
         if tools not in self._forms:
             self._forms[tools] = await _find_call_form(render, [_TOOL] if tools else None)
         return self._forms[tools]
@@ -104,20 +104,20 @@ class TemplateProbe:
         self, text: str, seen: Sequence[Seen], shape: object, render: Render
     ) -> list[int]:
         """Return the indices of non-empty messages that are not in the prompt `text`. `shape` has
-        the other inputs that can change the result."""
+        the inputs of the template other than messages."""
         missing, unsure = _look_for(text, seen)
         if unsure:
             missing |= unsure & await self._left_out_by_shape(seen, shape, render)
         if not missing:
             return []
-        # The template may decide by the texts, so they are rendered again with marks before a
-        # message is reported. If the template refuses marked texts, no message is reported.
+        # The template may depend on the texts, so the real texts with marks are rendered before a
+        # message is reported as left out. If the template refuses marks, no message is reported.
         return await _left_out(_marked(seen, missing), sorted(missing), render) or []
 
     async def _left_out_by_shape(
         self, seen: Sequence[Seen], shape: object, render: Render
     ) -> frozenset[int]:
-        """Return the indices that the template drops from a small conversation of equal shape."""
+        """Return the indices that the template drops if all texts in the messages are marks."""
         key = hashlib.sha256(repr((shape, *map(_shape, seen))).encode()).digest()
         known = self._left_out.get(key)
         if known is None:
@@ -150,8 +150,8 @@ async def _shows(render: Render, message: Seen) -> bool:
 
 
 def _look_for(text: str, seen: Sequence[Seen]) -> tuple[set[int], set[int]]:
-    """Return two sets of indices: messages whose contents are not in the prompt, in order; and
-    messages whose match may be chance, as a content is short or part of another message."""
+    """Return two sets of indices: messages whose contents do not follow in order in the prompt; and
+    messages whose match may be chance, because a content is short or part of another message."""
     missing: set[int] = set()
     unsure: set[int] = set()
     start = 0
@@ -169,7 +169,7 @@ def _look_for(text: str, seen: Sequence[Seen]) -> tuple[set[int], set[int]]:
         for part in parts:
             part = part[-_LOOKED_FOR_CHARACTERS:]
             found = text.find(part, start)
-            if found < 0:  # templates may write texts as JSON
+            if found < 0:  # the template may have written the text as a JSON string
                 found = text.find(json.dumps(part, ensure_ascii=False)[1:-1], start)
             if found >= 0:
                 start = found + len(part)
@@ -180,8 +180,8 @@ def _look_for(text: str, seen: Sequence[Seen]) -> tuple[set[int], set[int]]:
 
 
 def _in_others(seen: Sequence[Seen]) -> set[int]:
-    """Return the indices of messages with a part that is also in another message, which the search
-    may have found instead. Past the limit for long conversations, return all further indices."""
+    """Return the indices of messages with a part that is also in another message: a search in the
+    prompt may find the other message. Beyond _MAX_CHARACTERS_COUNTED, return all later indices."""
     if len(seen) < 2:
         return set()
     wholes = [_whole(message) for message in seen]
@@ -208,7 +208,7 @@ def _whole(message: Seen) -> str:
 
 
 def _looked_for(message: Seen) -> list[str]:
-    """Return the parts of a message to search for: names of called functions, or its text's end."""
+    """Return a message's texts to search in the prompt: names of called functions, or its end."""
     names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
     content = (message.get("content") or "").strip()
     parts = names or ([content] if content else [])
@@ -223,7 +223,7 @@ def _shape(message: Seen) -> tuple[object, ...]:
 
 
 def _mark(place: int, call: int = 0) -> str:
-    """Return the mark of a message's text (`call` 0), or of one of its calls, counted from 1."""
+    """Return the mark for the text of message `place`, or for its call number `call`, from 1."""
     return f"{_STEM}{place:07d}{call:07d}"
 
 
@@ -243,7 +243,7 @@ def _small(seen: Sequence[Seen]) -> list[Seen]:
 
 
 def _small_calls(message: Seen, place: int) -> list[Seen]:
-    """Return the calls with marks in place of names and arguments."""
+    """Return a message's calls with marks in place of names and arguments."""
     calls = []
     for number, call in enumerate(message["tool_calls"], 1):
         mark = _mark(place, number)
@@ -269,7 +269,7 @@ def _marked(seen: Sequence[Seen], places: Iterable[int]) -> list[Seen]:
 async def _left_out(
     marked: Sequence[Seen], places: Iterable[int], render: Render
 ) -> list[int] | None:
-    """Return the `places` whose marks are not in the prompt; None if the template refuses."""
+    """Return the `places` whose marks the prompt lacks; None if the template refuses `marked`."""
     try:
         text = await render(marked)
     except TemplateRefused:
@@ -279,8 +279,8 @@ async def _left_out(
 
 
 def _marks(message: Seen, place: int) -> Iterable[str]:
-    """Return the marks that must be in the prompt. A text beside calls may be left out, because
-    some models were not trained with such texts."""
+    """Return a message's marks that must be in the prompt. The text of a message with calls may be
+    left out, because some models were not trained with a text beside calls."""
     calls = message.get("tool_calls") or ()
     if calls:
         return [_mark(place, number) for number in range(1, len(calls) + 1)]
@@ -300,7 +300,7 @@ async def _find_call_form(
     question: Seen = {"role": "user", "content": "question"}
 
     async def prompt_with(content: Seen, number: int = 1, *, as_text: bool = False) -> str:
-        """Return the prompt with `number` calls; empty if the template refuses or drops a call."""
+        """Return the prompt with `number` calls; "" if the template refuses or drops a call."""
         calls, results = [], []
         for each in range(number):
             arguments = _arguments(each)
@@ -310,7 +310,7 @@ async def _find_call_form(
             calls.append({"id": f"{_ID}{each}", "type": "function", "function": of_call})
             results.append({"role": "tool", "tool_call_id": f"{_ID}{each}", "content": _RESULT})
         turns = [question, {"role": "assistant", **content, "tool_calls": calls}]
-        # Not every template knows messages with results of tools.
+        # Some templates refuse tool results, so the second try has no tool results.
         text = await prompt([*turns, *results]) or await prompt(turns)
         is_whole = all(f"{_NAME}{i}" in text or f"{_KEY}{i}" in text for i in range(number))
         return text if is_whole else ""
@@ -318,12 +318,12 @@ async def _find_call_form(
     found: list[tuple[int, CallForm]] = []
     for name, content in _CONTENTS.items():
         by_object, by_text = await prompt_with(content), await prompt_with(content, as_text=True)
-        # Some templates append arguments to a text, some write an object as Python's repr.
+        # A template that adds arguments to a text, or writes objects as Python's repr, needs texts.
         is_odd = _KEY not in by_object or repr(_arguments(0)) in by_object
         as_text = _KEY in by_text and is_odd
         text = by_text if as_text else by_object
         if text:
-            # Some templates write a missing content as None.
+            # A template that writes a missing content as "None" counts as a worse match.
             form = CallForm(True, name, as_text, bool(by_text), shows_results=_RESULT in text)
             found.append((text.count("None"), form))
     beside = await prompt_with({"content": _TEXT}, as_text=bool(found) and found[0][1].as_text)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that compile and render chat templates, and the pool of idle processes.
 
-A process is started when it is first needed, and again after a template has made it end. The
-processes end when the server's process ends."""
+A process is started when no process is idle, for example after a template has made a process end.
+All processes end when the server's process ends."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .....tiers.processes.python_command import python_command
 from .sandbox import TemplateRefused
 from .template_worker import LENGTH, MEMORY
 
-MAX_IDLE = 4  # as many as may work at once for one template
-# The most elapsed time, as a multiple of the processor time: on a busy machine a process waits.
+MAX_IDLE = 4  # most idle processes, equal to the most renderings of one template at once
+# Limit of a rendering's elapsed time as a multiple of its processor time, for busy machines.
 MAX_WAIT = 10
-# The time to start Python on a busy machine.
+# The time limit for starting Python on a busy machine.
 START_SECONDS = 60.0
 _END_SECONDS = 10.0
 _MODULE = f"{__package__}.template_worker"
-_MAX_BYTES_A_CHARACTER = 12  # JSON bytes
+_MAX_BYTES_A_CHARACTER = 12  # most bytes of one character in JSON: two \u escapes
 _MAX_OTHER_BYTES = 1024**2
 
 
 class Broken(ValueError):
-    """The source is not a valid template."""
+    """The source of a template is invalid."""
 
 
 class Limits(NamedTuple):
@@ -44,7 +44,7 @@ class Limits(NamedTuple):
 
 
 class TemplateProcess:
-    """A worker process. One thread at a time may call `ask`; any thread may kill the process."""
+    """A process of `template_worker`. Any thread may kill the process; one at a time may `ask`."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -69,8 +69,8 @@ class TemplateProcess:
     def ask(
         self, key: str, source: str, context: Mapping[str, object] | None, limits: Limits
     ) -> str:
-        """Return the rendered text; empty without a context. Raises TemplateRefused, Broken for an
-        invalid source, and EOFError if the process ended without exceeding a limit."""
+        """Return the rendered text. Without a context, only compile the template, and return "".
+        Raises TemplateRefused, Broken, and EOFError if the process ended within its limits."""
         question = {
             "key": key,
             "source": source,
@@ -105,7 +105,7 @@ class TemplateProcess:
             raise Broken(answer["broken"])
         if "refused" in answer:
             if answer["refused"] == MEMORY:
-                self.kill_process()  # it may keep the memory it took
+                self.kill_process()  # the process might not free the memory that it has taken
             raise TemplateRefused(answer["refused"])
         return str(answer["text"])
 
@@ -114,12 +114,12 @@ class TemplateProcess:
         return self._process.poll() is None
 
     def kill_process(self) -> None:
-        """Kill the process at once, and wait for its end. Idempotent."""
+        """Kill the process, and wait for its end. Idempotent."""
         if self.owner == os.getpid():
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_SECONDS)
-        with suppress(OSError):  # wakes a thread that reads
+        with suppress(OSError):  # the shutdown wakes a thread that reads from the socket
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
@@ -166,11 +166,11 @@ def take() -> TemplateProcess:
             return TemplateProcess()
         if found.owner == os.getpid() and found.is_alive:
             return found
-        found.kill_process()  # it belongs to the process this one was forked from, or has ended
+        found.kill_process()  # the process has ended, or belongs to this process's parent
 
 
 def give_back(process: TemplateProcess) -> None:
-    """Return a process to the idle ones, or kill it if it has ended or enough are idle."""
+    """Add a process to the idle processes; kill it if it has ended or if MAX_IDLE are idle."""
     with _lock:
         if process.is_alive and len(_idle) < MAX_IDLE:
             _idle.append(process)
@@ -179,7 +179,7 @@ def give_back(process: TemplateProcess) -> None:
 
 
 class Asking:
-    """A question to a worker process. One thread asks it, and another thread may cancel it."""
+    """A question to a worker process. One thread calls `run`; another thread may call `cancel`."""
 
     def __init__(
         self, key: str, source: str, context: Mapping[str, object] | None, limits: Limits
@@ -189,8 +189,8 @@ class Asking:
         self._is_cancelled = False
 
     def run(self) -> str:
-        """Ask an idle process, as `TemplateProcess.ask` does. Raises TemplateRefused, Broken, and
-        OSError if no process answers."""
+        """Return the result of `TemplateProcess.ask` in an idle or a new process. Raises
+        TemplateRefused, Broken, and OSError if no process answers."""
         process = take()
         try:
             with _lock:
@@ -206,7 +206,7 @@ class Asking:
             give_back(process)
 
     def cancel(self) -> None:
-        """Kill the process that works on the answer, because no caller waits for the answer."""
+        """Kill the process that works on this question, because no caller waits for the answer."""
         with _lock:
             self._is_cancelled = True
             process = self._process

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m stratakv.engine.api.openai.templates.template_worker FD`: compiles and renders chat
-templates for the process that started it, which asks over a socket.
+templates for its parent process, which sends questions over the socket FD.
 
-A template can request a text of gigabytes or hours of work in one call of C code, which Python
-cannot stop. The operating system can stop such a call: beyond the memory limit an allocation fails,
-and beyond the time limit the process ends. The module imports little, as it is started again after
-each end.
+One expression of a template can need gigabytes of memory or hours in C code, which Python cannot
+stop. The operating system can stop C code: beyond the memory limit an allocation fails, and beyond
+the time limit the process ends. The module imports little, so that a new process starts fast.
 
     question  {"key": …, "source": … or null, "seconds": …, "context": …, "max_characters": …}
     answer    {"text": …}, {"refused": why}, or {"broken": why} for an invalid template
 
-Question and answer are JSON, each after its length in four bytes. A question without a context asks
-whether the template can be compiled. Unlike msgpack, JSON has numbers of any size and lone
-surrogates."""
+Question and answer are JSON, each after its length in four bytes. For a question without a context,
+the worker only compiles the template. JSON is used because msgpack has no numbers of any size and
+no lone surrogates."""
 
 from __future__ import annotations
 
@@ -31,10 +30,10 @@ import jinja2
 from .sandbox import TemplateRefused, compile_template, render_template
 
 LENGTH = struct.Struct("!I")
-# Added to the memory of the process at its start. The longest conversation takes some 100 MiB.
+# Limit of the process's memory, beyond its memory at the start. A long conversation takes 100 MiB.
 MAX_MEMORY_BYTES = 768 * 1024**2
 MAX_TEMPLATES = 8
-_ALIVE_SECONDS = 10.0  # between two checks that the other process still runs
+_ALIVE_SECONDS = 10.0  # between two checks that the parent process still runs
 
 MEMORY = (
     f"the chat template took more than {MAX_MEMORY_BYTES // 1024**2} MiB of memory and was "
@@ -43,11 +42,11 @@ MEMORY = (
 
 
 def main() -> None:
-    """Answer questions until the other process has ended."""
+    """Answer questions until the parent process has ended."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.settimeout(_ALIVE_SECONDS)
     _limit_memory()
-    # A handler and a blocked signal may both be inherited from the other process.
+    # The process may have inherited a handler or a blocked signal from its parent.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     templates: OrderedDict[str, jinja2.Template] = OrderedDict()
@@ -62,7 +61,7 @@ def main() -> None:
 def _answer(body: bytes, templates: OrderedDict[str, jinja2.Template]) -> dict[str, str]:
     try:
         question: dict[str, Any] = json.loads(body)
-        # By default the signal ends the process, also within a call into C.
+        # SIGPROF ends the process after `seconds` of processor time, also within C code.
         signal.setitimer(signal.ITIMER_PROF, question["seconds"])
         return _work(question, templates)
     except MemoryError:
@@ -95,7 +94,7 @@ def _work(question: dict[str, Any], templates: OrderedDict[str, jinja2.Template]
 
 
 def _limit_memory() -> None:
-    pages = int(open("/proc/self/statm").read().split()[0])  # noqa: SIM115 - of this process
+    pages = int(open("/proc/self/statm").read().split()[0])  # noqa: SIM115 - read only once
     most = pages * resource.getpagesize() + MAX_MEMORY_BYTES
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     if hard == resource.RLIM_INFINITY or hard > most:
@@ -104,8 +103,8 @@ def _limit_memory() -> None:
 
 
 def _read_frame(connection: socket.socket, parent: int) -> bytes | None:
-    """Read a question; None once the socket is closed or the parent has ended. After the parent's
-    end, another child of the parent may still hold the socket open."""
+    """Return the next question; None if the socket is closed or the parent has ended. After the
+    parent's end, another child of the parent may keep the socket open."""
     data = bytearray()
     size = LENGTH.size
     has_length = False
