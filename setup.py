@@ -48,8 +48,9 @@ CPU_SOURCES = {
     "variant_avx512_bf16.cpp": [*AVX512, "-mavx512bf16"],
 }  # fmt: skip
 CPU_HEADERS = (
-    "attention.h", "context.h", "crew.h", "experts.h", "factors.h", "layout.h", "matrix.h",
-    "network.h", "parts.h", "product.h", "rows.h", "softmax.h", "step.h", "tiles.h", "vectors.h",
+    "attention.h", "context.h", "crew.h", "experts.h", "factors.h", "layout.h", "low_rank.h",
+    "matrix.h", "network.h", "parts.h", "product.h", "rows.h", "softmax.h", "step.h", "tiles.h",
+    "vectors.h",
 )  # fmt: skip
 
 

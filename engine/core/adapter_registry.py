@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
@@ -31,6 +32,10 @@ from .executor import Executor
 logger = logging.getLogger(__name__)
 
 
+class UnknownAdapter(ValueError):
+    """No adapter has the name of a request."""
+
+
 class AdapterRegistry:
     """The adapters of one engine core, whose thread calls this."""
 
@@ -39,6 +44,7 @@ class AdapterRegistry:
         self._by_name: dict[str, LoadedAdapter] = {}
         self._loading: set[str] = set()  # names
         self._unused: set[bytes] = set()  # unloaded; requests may still have them
+        self._threads: set[threading.Thread] = set()  # each reads an adapter
 
     @property
     def loaded(self) -> list[LoadedAdapter]:
@@ -66,8 +72,17 @@ class AdapterRegistry:
             except BaseException as error:  # noqa: BLE001 - the future's reader raises it
                 future.set_exception(error)
 
-        threading.Thread(target=read, name="adapter-load", daemon=True).start()
+        thread = threading.Thread(target=read, name="adapter-load", daemon=True)
+        self._threads = {each for each in self._threads if each.is_alive()} | {thread}
+        thread.start()
         return Deferred(future, lambda done: self._finish_load(message, done))
+
+    def close(self, timeout_seconds: float) -> None:
+        """Wait for reads under way, for `timeout_seconds` at most: a thread that is in torch when
+        Python ends aborts the process."""
+        deadline = time.monotonic() + timeout_seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def unload_adapter(self, name: str) -> LoadedAdapter:
         """Forget a name. Raises ValueError for an unknown one."""
@@ -81,7 +96,7 @@ class AdapterRegistry:
         """Return the adapter with this name. Raises ValueError if there is none."""
         found = self._by_name.get(name)
         if found is None:
-            raise ValueError(f"the adapter {format_name(name)} is not loaded")
+            raise UnknownAdapter(f"the adapter {format_name(name)} is not loaded")
         return Adapter(name, bytes.fromhex(found.fingerprint))
 
     def check_held(self, adapter: Adapter) -> None:
@@ -90,7 +105,7 @@ class AdapterRegistry:
             each.fingerprint == adapter.fingerprint.hex() for each in self._by_name.values()
         ):
             return
-        raise ValueError(
+        raise UnknownAdapter(
             f"the adapter {format_name(adapter.name)} was unloaded before the whole prompt came; "
             "load it and send the prompt again"
         )

@@ -316,6 +316,7 @@ class EngineCore:
         self.scheduler.finish_requests(list(self.scheduler.requests))
         self.steps.give_up_steps()
         self._grammars.close()
+        self.adapters.close(timeout_seconds / 2)
         if self._connector.has_tiers and self.executor.is_alive:
             resident = self.scheduler.manager.pool.resident()
             self._progress(f"shutting down, {len(resident)} blocks of the pool go to the tiers")

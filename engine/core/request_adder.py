@@ -19,6 +19,7 @@ from ..request.core_messages import (
     INVALID_GRAMMAR,
     NO_EXTRAS,
     OVERLOADED,
+    UNKNOWN_ADAPTER,
     AddRequest,
     ExtendPrompt,
     RequestExtras,
@@ -30,6 +31,7 @@ from ..scheduler.request_limits import QueueFull
 from ..scheduler.scheduler import Scheduler
 from ..structured.compiler import TooManyGrammars
 from ..structured.manager import GrammarManager, Waiting
+from .adapter_registry import UnknownAdapter
 from .continued.continuations import Continuations
 from .continued.prompt_sessions import WholePrompt
 from .handover import HeldAnswers
@@ -236,6 +238,8 @@ def _refusing(request: AddRequest, queue: Callable[[], list[TokenOutput]]) -> li
         return queue()
     except (QueueFull, TooManyGrammars) as error:
         text, code = str(error), OVERLOADED
+    except UnknownAdapter as error:
+        text, code = str(error), UNKNOWN_ADAPTER
     except ValueError as error:
         text = str(error)
     except Exception as error:  # one request must not stop the others

@@ -28,7 +28,7 @@ from ..request.prompt_embeds import EmbedArray, read_embeds
 from ..request.request import BYTES_PER_TOKEN, BlockHasher, Request, TokenArray, job_key
 from ..request.routed_rows import check_routed_start
 from ..request.sampling_params import SamplingParams, check_params_for_embeds
-from .adapter_registry import AdapterRegistry
+from .adapter_registry import AdapterRegistry, UnknownAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -103,11 +103,12 @@ class RequestBuilder:
         request: AddRequest,
         fork_of: Request | None = None,
         continued: Continued | None = None,
+        adapter_of: Request | None = None,
     ) -> Request:
         """Build a request. `fork_of` is a request built from the same message, except for id and
         parameters. `continued` has an ended request of the same message and more tokens; its prompt
-        and these tokens form the new prompt. Raises ValueError for invalid tokens and unsupported
-        parameters."""
+        and these tokens form the new prompt. `adapter_of` is a request whose adapter the new
+        request has. Raises ValueError for invalid tokens and unsupported parameters."""
         check_priority(request.priority, self._takes_priority)
         if request.sampling_params.n != 1:
             raise ValueError(
@@ -137,7 +138,7 @@ class RequestBuilder:
             tokens,
             _fit_max_tokens(params, most),
             cache_salt=tenant_salt(self._tenant_secret, request.tenant, request.cache_salt),
-            adapter=self._adapter_of(extras, before),
+            adapter=self._adapter_of(extras, before or adapter_of),
             pictures=self._check_pictures(extras, tokens) if before is None else before.pictures,
             block_hasher=self._hasher,
             prompt_embeds=embeds,
@@ -168,7 +169,7 @@ class RequestBuilder:
         if not extras.adapter:
             return None
         if self._adapters is None:
-            raise ValueError(f"the adapter {format_value(extras.adapter)} is not loaded")
+            raise UnknownAdapter(f"the adapter {format_value(extras.adapter)} is not loaded")
         return self._adapters.find_adapter(extras.adapter)
 
     def job_of(self, called: ToolCalled) -> bytes:

@@ -31,6 +31,7 @@ NOT_FINITE = "not_finite"
 PROCESSOR_FAILED = "logits_processor_failed"  # a processor of another package raised
 # The grammar of an answer cannot be compiled, or cannot be followed to its end.
 INVALID_GRAMMAR = "invalid_grammar"
+UNKNOWN_ADAPTER = "unknown_adapter"
 OVERLOADED = "overloaded"  # the engine was full and did not take the request; try again later
 
 MAX_PRIORITY = 2**31
@@ -178,7 +179,7 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     error: str | None = None
     # With the first token (so far) and with the last output: queue, prefill, ... in seconds.
     timings: dict[str, float] | None = None
-    # For errors on which a client can act: OVERLOADED, INVALID_GRAMMAR.
+    # For errors on which a client can act: OVERLOADED, INVALID_GRAMMAR, UNKNOWN_ADAPTER.
     error_code: str | None = None
     # If requested: an entry for each new token; with the first token, for each prompt token.
     logprobs: list[PositionLogprobs] | None = None

@@ -42,6 +42,7 @@ class WholePrompt(NamedTuple):
 
     message: AddRequest
     continued: Continued | None
+    origin: Request | None  # has the session's adapter
     first: TokenOutput | None  # output of the session's first request
 
 
@@ -56,6 +57,8 @@ class PromptSession:
     waits_since: float  # since when it waits for a part; monotonic seconds
     before: Request | None = None  # the last of its requests that has ended
     asked: Request | None = None  # its request under way, which continues `before`
+    # A request with the session's adapter, for a session that continues no request.
+    origin: Request | None = None
     is_whole: bool = False
     num_made: int = 0
     first: TokenOutput | None = None  # output of the first request
@@ -102,7 +105,8 @@ class PromptSessions:
     def all_requests(self) -> Iterator[Request]:
         """The requests of the scheduler, and the ended ones that open sessions continue."""
         yield from self.scheduler.requests.values()
-        yield from (each.before for each in self._open.values() if each.before is not None)
+        for session in self._open.values():
+            yield from (each for each in (session.before, session.origin) if each is not None)
 
     @property
     def is_due(self) -> bool:
@@ -128,8 +132,9 @@ class PromptSessions:
             raise QueueFull(f"{len(self._open)} sessions are open, no more may; try later")
         _check_wishes(message)
         # Building the request now reports its errors before the whole prompt has come.
-        tokens = self.builder.make_request(message).prompt_token_ids
-        session = PromptSession(message, [tokens], len(tokens), time.monotonic())
+        built = self.builder.make_request(message)
+        tokens = built.prompt_token_ids
+        session = PromptSession(message, [tokens], len(tokens), time.monotonic(), origin=built)
         self._add_part(session)
         self._open[session.request_id] = session
 
@@ -188,12 +193,12 @@ class PromptSessions:
                 prompt_token_ids=tokens.tobytes(),
                 extras=msgspec.structs.replace(extras, more_follows=False),
             )
-            made.append(WholePrompt(message, continued, session.first))
+            made.append(WholePrompt(message, continued, session.origin, session.first))
         return made
 
     def make_whole(self, whole: WholePrompt) -> Request:
         """Return the final request of a session. Raises like `RequestBuilder.make_request`."""
-        request = self._make_request(whole.message, whole.continued)
+        request = self._make_request(whole.message, whole.continued, whole.origin)
         if whole.first is not None and request.continues is not None:
             request.num_cached_tokens = whole.first.num_cached_tokens or 0
             request.cached_tokens_by_tier = whole.first.cached_tokens_by_tier or {}
@@ -249,7 +254,7 @@ class PromptSessions:
         )
         if session.before is not None:
             continued = Continued(session.before, tokens)
-        request = self._make_request(message, continued)
+        request = self._make_request(message, continued, session.origin)
         request.keeps_blocks, request.hands_over = True, False
         self.scheduler.add_request(request, context_of(session.message))
         session.asked, self._asked[request.request_id] = request, session
@@ -270,11 +275,13 @@ class PromptSessions:
         assert known is not None
         tokens = np.concatenate([known.prompt_token_ids, session.take_tokens()])[:num_kept]
         self._give_up_requests(session)
-        session.before = session.asked = None
+        session.before, session.asked, session.origin = None, None, known
         session.tokens, session.num_tokens = [tokens], num_kept
 
-    def _make_request(self, message: AddRequest, continued: Continued | None) -> Request:
-        request = self.builder.make_request(message, continued=continued)
+    def _make_request(
+        self, message: AddRequest, continued: Continued | None, origin: Request | None
+    ) -> Request:
+        request = self.builder.make_request(message, continued=continued, adapter_of=origin)
         is_kept = continued is not None and continued.request.progress.kept is not None
         # Evicted blocks cannot be continued; nor can any while the request waits for a grammar.
         if not is_kept or message.sampling_params.structured_outputs is not None:

@@ -86,9 +86,10 @@ class SlotMatrices:
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """Multiply `x` `[rows, in]` by each row's adapter; add to `out` `[rows, out]`."""
-        if not self._filled:
+        if not self._filled or not len(x):  # no row of a chunk in the middle of a prompt is wanted
             return
         inner = x @ self._ins.T
         # The mask sets zeros: a product with 0 would keep the NaN of a slot with infinite numbers.
-        inner.view(len(x), -1, self._rank).masked_fill_(self._rows.others()[:, :, None], 0)
+        by_slot = inner.view(len(x), self._rows.num_slots, self._rank)
+        by_slot.masked_fill_(self._rows.others()[:, :, None], 0)
         out.addmm_(inner, self._outs)

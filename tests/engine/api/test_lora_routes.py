@@ -119,6 +119,18 @@ def refused(response: httpx.Response, status: int, *said: str) -> None:
     assert all(each in message for each in said), message
 
 
+def test_a_request_that_races_with_an_unload_is_not_found(
+    http: httpx.Client, live: LiveServer
+) -> None:
+    """The front has checked the name when the core unloads the adapter."""
+    assert load(http, "x", "a").status_code == 200
+    live.run(live.client.call("unload_adapter", '{"name": "x"}'))
+    for more in ({}, {"n": 2}, {"stream": True}):
+        answer = http.post("/v1/completions", json={"model": "x", "prompt": PROMPT, **more})
+        refused(answer, 404, "the adapter x is not loaded")
+        assert answer.json()["error"]["code"] == "model_not_found"
+
+
 def test_an_adapter_is_loaded_listed_named_and_unloaded(
     http: httpx.Client, live: LiveServer, folder: Path
 ) -> None:

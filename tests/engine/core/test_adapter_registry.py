@@ -19,6 +19,7 @@ from stratakv.engine.request.beam_params import BeamSearchParams
 from stratakv.engine.request.core_messages import (
     AddRequest,
     Call,
+    ExtendPrompt,
     FromCore,
     LoadAdapter,
     LoadedAdapter,
@@ -27,6 +28,7 @@ from stratakv.engine.request.core_messages import (
     UnloadAdapter,
     share_prompt,
 )
+from stratakv.engine.request.request import pack_token_ids
 from stratakv.engine.scheduler.scheduler import Pause
 from stratakv.tiers.settings.values import ConfigError
 
@@ -98,6 +100,33 @@ def test_names_have_adapters_and_equal_ones_one_copy(
     while core.has_work():
         core.step()
     assert held(core) == {names["b"]}
+
+
+@pytest.mark.parametrize("how", ["replace", "unload"])
+@pytest.mark.parametrize("num_steps", [0, 6])
+def test_a_prompt_that_takes_tokens_back_keeps_its_adapter(
+    core: EngineCore, folders: dict[str, Path], how: str, num_steps: int
+) -> None:
+    whole = [*PROMPT[:20], 7, 8, 9]
+    wanted = run(core, asks("wanted", "a", prompt=whole))["wanted"].new_token_ids
+    other = load(core, "b", folders["b"]).fingerprint
+    assert run(core, asks("b", "b", prompt=whole))["b"].new_token_ids != wanted
+    core.add(asks("parts", "a", extras={"more_follows": True}))
+    for _ in range(num_steps):
+        core.step()
+    if how == "replace":
+        load(core, "a", folders["b"], replaces=True)
+    else:
+        unload(core, "a")
+    assert core.extend_prompt(ExtendPrompt("parts", pack_token_ids([7]), num_kept=20)) == []
+    for _ in range(num_steps):
+        core.step()
+    outputs = core.extend_prompt(part_of("parts", [8, 9], is_last=True))
+    found = finish(core, outputs, 1)["parts"]
+    assert (found.new_token_ids, found.error) == (wanted, None)
+    while core.has_work():
+        core.step()
+    assert held(core) == {bytes.fromhex(other)}
 
 
 def test_names_and_numbers_have_limits(core: EngineCore, folders: dict[str, Path]) -> None:

@@ -20,6 +20,7 @@ from ....request.core_messages import (
     INVALID_GRAMMAR,
     NO_EXTRAS,
     OVERLOADED,
+    UNKNOWN_ADAPTER,
     AddRequest,
     RequestExtras,
     ToolCalled,
@@ -295,4 +296,6 @@ def _engine_error(output: TextOutput) -> ApiError:
         return ApiError(message, status=503, kind=ENGINE, code=OVERLOADED, retry_seconds=1)
     if output.error_code == INVALID_GRAMMAR:  # the client's error: the client wrote the grammar
         return ApiError(message, code=INVALID_GRAMMAR)
+    if output.error_code == UNKNOWN_ADAPTER:  # unloaded after the front had checked the name
+        return ApiError(message, status=404, param="model", code="model_not_found")
     return ApiError(message, status=500, kind=ENGINE, code=output.error_code or "request_failed")
