@@ -2,4 +2,5 @@
 """C++ functions for operations on many bytes. Each call releases the interpreter's lock (GIL).
 
 `setup.py` compiles `bytes.cpp` and `names.cpp` if it can; `native_library.py` loads the library.
-Without the library, or on a processor without its instructions, xxhash and hashlib are used."""
+If the library is missing, or the processor lacks instructions that the library needs, xxhash and
+hashlib are used."""

@@ -90,7 +90,7 @@ class StepTimes:
         self._last_end = 0.0
 
     def scheduled(self, output: Any, number: int) -> None:
-        """Note a scheduled step, if it computes over two tokens per request on average."""
+        """Record a scheduled step if it computes over two tokens per request on average."""
         counts = output.num_scheduled_tokens
         total = output.total_num_scheduled_tokens
         if 2 * len(counts) >= total:

@@ -68,9 +68,9 @@ def parse_rope(
     heeded: Collection[str] = (),
     default_turning: float = 1.0,
 ) -> RopeSpec:
-    """Read the rotary positions from a config.json. `heeded` has keys that `turning_size` and
-    `parse_query_growth` read, or that have no effect for text. Raises ConfigError with the key that
-    has an unusable value.
+    """Read the rotary positions from a config.json. `heeded` has keys that the file may have:
+    `turning_size` and `parse_query_growth` read them, or they do not matter for text. Raises
+    ConfigError with the key that has an unusable value.
 
     If config.json has both forms, a non-empty `rope_scaling` is used, as in transformers."""
     fields = _rope_fields(config)

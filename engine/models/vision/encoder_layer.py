@@ -53,8 +53,9 @@ class EncoderLayer:
     def __call__(
         self, x: Tensor, turns: Turns | None = None, windows: Sequence[Windows] = ()
     ) -> Tensor:
-        """Compute the patches `[patches, hidden]` of one picture. With `turns`, queries and keys
-        have rotary positions. With `windows`, a patch attends to the patches of its window only."""
+        """Apply the layer to the patch embeddings `[patches, hidden]` of one picture. With `turns`,
+        queries and keys have rotary positions. With `windows`, a patch attends to the patches of
+        its window only."""
         spec = self._spec
         normed = norm_rows(x, self._weights.first_norm, spec.eps)
         heads = self._qkv(normed).view(len(x), 3, spec.num_heads, -1)
