@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """PictureCache: which pictures have embeddings in the worker, and which a step encodes.
 
-A chunk of a prompt needs the embeddings of all pictures that it touches. Each is encoded once, with
-the first chunk that touches it, within a budget for a step; the worker keeps the embeddings while a
-request still needs them, and after that until their room is wanted. If a picture finds no budget or
-no room, the chunk ends before it.
+A chunk of a prompt needs the embeddings of all pictures that it touches. A step encodes the missing
+ones, within a budget. The worker keeps the embeddings of a picture while a running request is in
+its middle, and after that until another picture needs the room. If a picture finds no budget or no
+room, the chunk ends before it.
 
-The worker is told what to encode and what to drop. Both sides count in tokens.
-"""
+A step's plan names the pictures to encode and those to drop. The worker carries it out even if the
+step computes no token. Scheduler and worker count in tokens."""
 
 from __future__ import annotations
 
@@ -47,18 +47,20 @@ class PictureCache:
         self.num_encoded = self.num_reused = 0  # pictures since the start
 
     def begin_step(self, step_id: int, running: Iterable[Request]) -> None:
-        """Begin a step. Release the pictures that running requests have computed, and all those of
-        requests that do not run."""
+        """Begin a step. Release all pictures but those in whose middle a running request is: the
+        next chunk of a prompt reserves its pictures again, also a picture that a prompt repeats."""
         self._step_id, self._budget = step_id, self._most_tokens
         if not self._held_by:
             return
-        later = {
-            each.request_id: {p.digest for p in each.pictures if p.end > each.num_computed_tokens}
+        inside = {
+            each.request_id: {
+                p.digest for p in each.pictures if p.start < each.num_computed_tokens < p.end
+            }
             for each in running
             if each.request_id in self._held_by
         }
         for request_id, held in list(self._held_by.items()):
-            self._release(request_id, held - later.get(request_id, set()))
+            self._release(request_id, held - inside.get(request_id, set()))
 
     def fit_chunk(self, request: Request, computed: int, num_tokens: int) -> int:
         """Return how many of `num_tokens` after `computed` the request may compute in this step,

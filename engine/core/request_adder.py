@@ -20,12 +20,14 @@ from ..request.core_messages import (
     NO_EXTRAS,
     OVERLOADED,
     UNKNOWN_ADAPTER,
+    WRONG_PICTURES,
     AddRequest,
     ExtendPrompt,
     RequestExtras,
     TokenOutput,
 )
 from ..request.handover_ticket import Ticket
+from ..request.pictures import WrongPictures
 from ..request.request import Request, RequestStatus
 from ..scheduler.request_limits import QueueFull
 from ..scheduler.scheduler import Scheduler
@@ -240,6 +242,8 @@ def _refusing(request: AddRequest, queue: Callable[[], list[TokenOutput]]) -> li
         text, code = str(error), OVERLOADED
     except UnknownAdapter as error:
         text, code = str(error), UNKNOWN_ADAPTER
+    except WrongPictures as error:
+        text, code = str(error), WRONG_PICTURES
     except ValueError as error:
         text = str(error)
     except Exception as error:  # one request must not stop the others

@@ -117,6 +117,7 @@ class RequestBuilder:
         embeds = None
         if continued is not None:
             behind = np.asarray(continued.token_ids, np.int32)
+            check_pictures((), behind, self._picture_token)
             tokens = np.append(continued.request.prompt_token_ids, behind)
         elif fork_of is None:
             tokens = self.read_tokens(request.prompt_token_ids)

@@ -69,6 +69,8 @@ class ChatPictures:
     def _read_part(self, place: str, part: Any) -> ProcessedPicture | None:
         """Return the picture of a content part; None for a part of another type."""
         kind = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(kind, str):
+            return None  # the renderer's checks refuse such a part
         try:
             if kind in _FIELDS:
                 return self._process_image(part.get(_FIELDS[kind]))

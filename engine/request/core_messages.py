@@ -32,6 +32,7 @@ PROCESSOR_FAILED = "logits_processor_failed"  # a processor of another package r
 # The grammar of an answer cannot be compiled, or cannot be followed to its end.
 INVALID_GRAMMAR = "invalid_grammar"
 UNKNOWN_ADAPTER = "unknown_adapter"
+WRONG_PICTURES = "wrong_pictures"
 OVERLOADED = "overloaded"  # the engine was full and did not take the request; try again later
 
 MAX_PRIORITY = 2**31
@@ -179,7 +180,8 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     error: str | None = None
     # With the first token (so far) and with the last output: queue, prefill, ... in seconds.
     timings: dict[str, float] | None = None
-    # For errors on which a client can act: OVERLOADED, INVALID_GRAMMAR, UNKNOWN_ADAPTER.
+    # For errors on which a client can act: OVERLOADED, INVALID_GRAMMAR, UNKNOWN_ADAPTER,
+    # WRONG_PICTURES.
     error_code: str | None = None
     # If requested: an entry for each new token; with the first token, for each prompt token.
     logprobs: list[PositionLogprobs] | None = None

@@ -37,21 +37,25 @@ class Picture(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return msgspec.structs.replace(self, pixels=b"")
 
 
+class WrongPictures(ValueError):
+    """The placeholders of a prompt are not those of its pictures."""
+
+
 def check_pictures(
     pictures: Sequence[Picture], tokens: npt.NDArray[np.int32], token_id: int | None
 ) -> None:
-    """Raise ValueError unless the placeholders of a prompt are exactly those of its pictures, one
+    """Raise WrongPictures unless the placeholders of a prompt are exactly those of its pictures, one
     picture after the other. `token_id` is the placeholder; None: the model reads no pictures."""
     if token_id is None:
         if pictures:
-            raise ValueError("this model reads no pictures; send text")
+            raise WrongPictures("this model reads no pictures; send text")
         return
     if len(pictures) > MAX_PICTURES:
-        raise ValueError(f"a prompt has at most {MAX_PICTURES} pictures, not {len(pictures)}")
+        raise WrongPictures(f"a prompt has at most {MAX_PICTURES} pictures, not {len(pictures)}")
     is_placeholder = tokens == token_id
     if not pictures:
         if is_placeholder.any():
-            raise ValueError(
+            raise WrongPictures(
                 f"the prompt holds the token {token_id}, which stands for a picture, and no "
                 "picture came with it; send the picture in a chat, or leave the token out"
             )
@@ -61,17 +65,17 @@ def check_pictures(
         size = each.height * each.width * 3
         is_inside = end <= each.start and each.num_tokens > 0 and each.end <= len(tokens)
         if not is_inside or len(each.digest) != 32 or len(each.pixels) != size:
-            raise ValueError(
+            raise WrongPictures(
                 f"picture {number} stands for tokens {each.start} to {each.end} of "
                 f"{len(tokens)} and has {len(each.pixels)} bytes for {each.height} x {each.width} "
                 "pixels; pictures come in order, inside the prompt, with all their pixels"
             )
         if not is_placeholder[each.start : each.end].all():
-            raise ValueError(f"picture {number} stands for tokens that are no placeholders")
+            raise WrongPictures(f"picture {number} stands for tokens that are no placeholders")
         end = each.end
     num_tokens = sum(each.num_tokens for each in pictures)
     if int(is_placeholder.sum()) != num_tokens:
-        raise ValueError(
+        raise WrongPictures(
             f"the prompt has {int(is_placeholder.sum())} tokens that stand for pictures, and its "
             f"pictures have {num_tokens}; leave the placeholder out of texts"
         )

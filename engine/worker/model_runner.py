@@ -257,11 +257,15 @@ class ModelRunner:
         due = self._due
         if due is not None and due.sampled is not None and not due.sampled.choice.is_final:
             self._take_tokens()
+        if self._pictures is not None:
+            self._pictures.drop_pictures(output)
         self._check_follows(output)
         try:
             if fault is not None:
                 raise fault
             self._update_batch(output)
+            if self._pictures is not None:
+                self._pictures.encode_pictures(output)
             step = BegunStep(output, ModelRunnerOutput({}))
             if output.num_scheduled_tokens:
                 self._compute(step)
@@ -398,7 +402,7 @@ class ModelRunner:
             embeds = self._prompt_embeds.rows_of(batch, rows, computed, counts)
         pictures = None
         if self._pictures is not None:
-            planned = self._pictures.plan_step(step.output, batch, rows, counts, positions, embeds)
+            planned = self._pictures.plan_step(batch, rows, counts, positions, embeds)
             positions, embeds, pictures = planned
         # Experts are recorded for all rows, so the last layer computes all rows too.
         reads_all = self._drafts.reads_hidden or self._experts is not None

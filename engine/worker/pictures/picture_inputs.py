@@ -50,20 +50,42 @@ class PictureInputs:
         if self._positions is not None:
             self._positions.remove_request(request_id)
 
+    def drop_pictures(self, output: SchedulerOutput) -> None:
+        """Forget the embeddings that a step drops. A step that fails drops them too."""
+        for digest in output.dropped_pictures:
+            self._embeds.pop(digest, None)
+
+    def encode_pictures(self, output: SchedulerOutput) -> None:
+        """Encode the new pictures of a step, which may compute no token. Raises ValueError if the
+        embeddings do not fit the prompt."""
+        if not output.new_pictures:
+            return
+        pixels = [
+            # A copy, since torch takes no memory that may not be written.
+            np.frombuffer(each.pixels, np.uint8).reshape(each.height, each.width, 3).copy()
+            for each in output.new_pictures
+        ]
+        found = self._encoder.encode_pictures(pixels)
+        for picture, embeds in zip(output.new_pictures, found, strict=True):
+            if len(embeds) != picture.num_tokens:
+                raise ValueError(
+                    f"a picture of {picture.height} x {picture.width} has {len(embeds)} tokens, "
+                    f"and the prompt has {picture.num_tokens} for it"
+                )
+            self._embeds[picture.digest] = embeds
+
     def plan_step(
         self,
-        output: SchedulerOutput,
         batch: InputBatch,
         rows: IntArray,
         counts: IntArray,
         places: IntArray,
         embeds: HostEmbeds | Embeds | None,
     ) -> tuple[IntArray, HostEmbeds | Embeds | None, PictureRows | None]:
-        """Encode the new pictures of a step. Return the rotary positions of its tokens, the rows
-        whose input is embeddings (`embeds` and pictures), and what else pictures change. `rows` of
-        the batch compute `counts` tokens each, at these `places` in their sequences. Raises
-        ValueError if embeddings are missing or do not fit the prompt."""
-        self._encode_new(output)
+        """Return the rotary positions of a step's tokens, the rows whose input is embeddings
+        (`embeds` and pictures), and what else pictures change. `rows` of the batch compute `counts`
+        tokens each, at these `places` in their sequences. Raises ValueError if the embeddings of a
+        picture are missing."""
         grid = None
         if self._positions is not None:
             places_of_rows = places
@@ -85,25 +107,6 @@ class PictureInputs:
             seen = seen.joined_with(embeds.to(self._device))
         has_changes = changes.deep is not None or grid is not None
         return places, seen, changes if has_changes else None
-
-    def _encode_new(self, output: SchedulerOutput) -> None:
-        for digest in output.dropped_pictures:
-            self._embeds.pop(digest, None)
-        if not output.new_pictures:
-            return
-        pixels = [
-            # A copy, since torch takes no memory that may not be written.
-            np.frombuffer(each.pixels, np.uint8).reshape(each.height, each.width, 3).copy()
-            for each in output.new_pictures
-        ]
-        found = self._encoder.encode_pictures(pixels)
-        for picture, embeds in zip(output.new_pictures, found, strict=True):
-            if len(embeds) != picture.num_tokens:
-                raise ValueError(
-                    f"a picture of {picture.height} x {picture.width} has {len(embeds)} tokens, "
-                    f"and the prompt has {picture.num_tokens} for it"
-                )
-            self._embeds[picture.digest] = embeds
 
     def _rows_of(
         self, batch: InputBatch, rows: IntArray, counts: IntArray, places: IntArray

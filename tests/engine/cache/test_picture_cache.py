@@ -73,6 +73,17 @@ def test_requests_share_the_embeddings_of_a_picture(cache: PictureCache) -> None
     assert (cache.num_encoded, cache.num_reused) == (1, 1)
 
 
+def test_a_picture_that_comes_again_leaves_its_room_to_others_between(cache: PictureCache) -> None:
+    one = request("r", picture("a", 0, 6), picture("b", 6, 6), picture("a", 12, 6))
+    for step, (computed, plan) in enumerate(
+        [(0, (["a"], [])), (6, (["b"], ["a"])), (12, (["a"], ["b"]))], start=1
+    ):
+        one.num_computed_tokens = computed
+        cache.begin_step(step, [one])
+        assert cache.fit_chunk(one, computed, 20 - computed) == (6 if computed < 12 else 8)
+        assert names_of(cache.take_plan()) == plan
+
+
 def test_embeddings_that_a_request_needs_stay(cache: PictureCache) -> None:
     first, second = request("r", picture("a", 0, 6)), request("s", picture("b", 0, 6))
     cache.begin_step(1, [first])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from stratakv.engine.core.engine_core import EngineCore
@@ -107,6 +108,78 @@ def test_preempted_requests_encode_their_pictures_again(
     outputs = run(core, *[asked(model, parts, f"r{n}") for n, parts in enumerate(chats)])
     for number, parts in enumerate(chats):
         assert outputs[f"r{number}"].new_token_ids == answers(parts)
+
+
+def in_step(core: EngineCore) -> bool:
+    """Whether scheduler and worker agree about the embeddings that the worker has."""
+    worker = core.executor.runner._pictures._embeds  # type: ignore[attr-defined]
+    cache = core.scheduler._pictures
+    assert cache is not None
+    return set(worker) - set(cache._to_drop) == set(cache._entries)
+
+
+def test_a_picture_that_comes_again_waits_for_none(
+    model: PictureModel, make: Make, answers: Callable[[Sequence[Part]], list[int]]
+) -> None:
+    """The budget holds either picture, and not both."""
+    parts: list[Part] = ["x", TALL, "y", SMALL, "z", TALL, "?"]
+    most = max(
+        sum(item.num_tokens for item in model.processor.process_picture(each).items)
+        for each in (TALL, SMALL)
+    )
+    core = make(num_blocks=200, max_num_batched_tokens=most)
+    assert run(core, asked(model, parts))["a"].new_token_ids == answers(parts)
+    assert in_step(core)
+
+
+def test_a_step_without_tokens_carries_out_its_plan_of_pictures(
+    model: PictureModel,
+    make: Make,
+    answers: Callable[[Sequence[Part]], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A load holds the room that a request with a picture needs: the step reserves the picture,
+    and computes nothing."""
+    parts: list[Part] = ["x" * 40, TALL, "?"]
+    text = asked(model, ["t" * 100], "text")
+    num_tokens = max(len(text.prompt_token_ids) // 4, len(model.prompt_of(parts)[0]))
+    core = make(
+        num_blocks=num_tokens // BLOCK + 4, max_num_batched_tokens=200, kv_offload="cpu",
+        kv_offload_cpu_bytes="8MiB", kv_offload_load="always",
+    )  # fmt: skip
+    run(core, text)
+    run(core, asked(model, ["u" * 100], "other"))  # the text's blocks go to the tier
+    runner = core.executor.runner  # type: ignore[attr-defined]
+    poll, is_held = runner.poll_copies, [True]
+    monkeypatch.setattr(runner, "poll_copies", lambda: None if is_held[0] else poll())
+    core.add(msgspec.structs.replace(text, request_id="again"))
+    for _ in range(5):
+        core.step()
+    assert core.scheduler._states.num_loading == 1
+    core.add(asked(model, parts, "picture"))
+    for _ in range(3):
+        core.step()
+        assert in_step(core)
+    is_held[0] = False
+    ended = finish(core, [], 2)
+    assert ended["picture"].error is None
+    assert ended["picture"].new_token_ids == answers(parts)
+    assert run(core, asked(model, parts, "later"))["later"].new_token_ids == answers(parts)
+
+
+def test_failed_steps_leave_no_embeddings_behind(
+    model: PictureModel, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make(num_blocks=200, max_num_batched_tokens=24)
+    runner = core.executor.runner  # type: ignore[attr-defined]
+    for number in range(3):
+        run(core, asked(model, [f"a{number}", draw_picture(64, 48, number)], f"a{number}"))
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "_update_batch", lambda _: 1 / 0)
+            failed = run(core, asked(model, ["b", draw_picture(64, 64, 100 + number)], "b"))
+        assert failed["b"].error is not None
+        run(core, asked(model, ["text"], "text"))
+        assert in_step(core)
 
 
 def test_blocks_are_found_by_the_pictures_in_them(

@@ -21,6 +21,7 @@ from ....request.core_messages import (
     NO_EXTRAS,
     OVERLOADED,
     UNKNOWN_ADAPTER,
+    WRONG_PICTURES,
     AddRequest,
     RequestExtras,
     ToolCalled,
@@ -298,4 +299,6 @@ def _engine_error(output: TextOutput) -> ApiError:
         return ApiError(message, code=INVALID_GRAMMAR)
     if output.error_code == UNKNOWN_ADAPTER:  # unloaded after the front had checked the name
         return ApiError(message, status=404, param="model", code="model_not_found")
+    if output.error_code == WRONG_PICTURES:  # the client's error: it wrote the placeholders
+        return ApiError(message, param="prompt", code="invalid_value")
     return ApiError(message, status=500, kind=ENGINE, code=output.error_code or "request_failed")
