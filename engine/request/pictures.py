@@ -44,8 +44,8 @@ class WrongPictures(ValueError):
 def check_pictures(
     pictures: Sequence[Picture], tokens: npt.NDArray[np.int32], token_id: int | None
 ) -> None:
-    """Raise WrongPictures unless the placeholders of a prompt are exactly those of its pictures, one
-    picture after the other. `token_id` is the placeholder; None: the model reads no pictures."""
+    """Raise WrongPictures unless the placeholders of a prompt are exactly those of its pictures,
+    one picture after the other. `token_id` is the placeholder; None: the model reads no pictures."""
     if token_id is None:
         if pictures:
             raise WrongPictures("this model reads no pictures; send text")

@@ -124,6 +124,19 @@ def test_a_forged_placeholder_beside_a_picture_is_refused(
     assert answer.status_code == 400 and model.placeholder in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/embeddings"])
+@pytest.mark.parametrize("is_text", [True, False])
+def test_placeholders_without_a_picture_are_the_clients_error(
+    model: PictureModel, http: httpx.Client, route: str, is_text: bool
+) -> None:
+    token_id = model.tokenizer.token_to_id(model.placeholder)
+    field = "prompt" if route == "/v1/completions" else "input"
+    given = f"a {model.placeholder}" if is_text else [5, token_id, 6]
+    answer = http.post(route, json={"model": MODEL_NAME, field: given})
+    assert answer.status_code == 400, answer.text
+    assert "stands for a picture" in answer.json()["error"]["message"]
+
+
 def test_too_many_pictures_are_refused(http: httpx.Client) -> None:
     most = ApiSettings().max_pictures_per_request
     answer = ask(http, content_of([draw_picture(8, 8, 1)] * (most + 1)))
