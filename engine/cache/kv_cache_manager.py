@@ -427,8 +427,8 @@ class KVCacheManager:
         *,
         is_load: bool,
     ) -> GroupBlocks | None:
-        """Like `_add_blocks`, but also allocate pages for states that a load brings. Hits must end
-        at a checkpoint. If room is short, give up uncached checkpoints."""
+        """Do the work of `_add_blocks`, and allocate pages for states that a load brings. Hits must
+        end at a checkpoint. If room is short, give up uncached checkpoints."""
         request_id = request.request_id
         is_hit = hits is not None and bool(hits[0]) and not is_load
         if is_load:

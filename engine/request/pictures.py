@@ -45,7 +45,8 @@ def check_pictures(
     pictures: Sequence[Picture], tokens: npt.NDArray[np.int32], token_id: int | None
 ) -> None:
     """Raise WrongPictures unless the placeholders of a prompt are exactly those of its pictures,
-    one picture after the other. `token_id` is the placeholder; None: the model reads no pictures."""
+    one picture after the other. `token_id` is the placeholder's; None: the model reads text
+    alone."""
     if token_id is None:
         if pictures:
             raise WrongPictures("this model reads no pictures; send text")

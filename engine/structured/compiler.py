@@ -119,8 +119,8 @@ class _Builder:
         self.jobs.put(tenant, job, is_first=is_first)
 
     def leave_hung(self, limit: Limit) -> Compilation | None:
-        """If the thread is over the limit, replace it and return the compilation in which it hangs;
-        else return None."""
+        """Replace the thread if it is over the limit, and return the compilation in which it hangs;
+        return None if it is not."""
         at = self.at
         if at is None or self._thread is None or not self._thread.abandon_if_over(limit):
             return None

@@ -36,7 +36,7 @@ from ..sampling.sampler import Sampler
 from ..sampling.token_mask import TokenMask
 from ..scheduler.output import ModelRunnerOutput, SchedulerOutput
 from .adapter_slots import AdapterSlots
-from .begun_step import BegunStep, SampledStep
+from .begun_step import BegunStep
 from .block_copier import BlockCopier
 from .block_table import BlockTable, MultiGroupBlockTable
 from .forward.attention_metadata import ranges
@@ -203,7 +203,7 @@ class ModelRunner:
                 )
             self._states = self._make_states(compute, max_num_seqs, most_drafts)
             self._drafts = StepDrafts(self.batch, self._sampler, proposer)
-            self._tokens = SampledTokens(self.batch, self._drafts)
+            self._tokens = SampledTokens(self.model, self._sampler, self.batch, self._drafts)
             self._prompt_logprobs = PromptLogprobsCollector(self.model.logits)
             self._experts: RoutedExpertsCollector | None = None
             if (chosen := self.model.chosen_experts) is not None and spec.experts is not None:
@@ -283,7 +283,7 @@ class ModelRunner:
         self._check_follows(step.output)
         try:
             if step.hidden is not None:
-                step.sampled = self._begin_choice(step, step.hidden, mask)
+                step.sampled = self._tokens.begin_sampling(step, step.hidden, mask)
                 step.hidden = None
             self._due = step
         except Exception:
@@ -464,35 +464,6 @@ class ModelRunner:
             )
         order = step_order(rows, counts)
         return rows[order], counts[order]
-
-    def _begin_choice(
-        self, step: BegunStep, hidden: torch.Tensor, mask: TokenMask | None
-    ) -> SampledStep:
-        drafted, rows, index = step.drafted, step.rows, None
-        if drafted is not None:
-            rows, index = drafted.rows, drafted.known_index()
-        masked: Sequence[int] = ()
-        wanted = None  # tokens whose logits are needed; None: all
-        if mask is not None:
-            masked = mask.places_among(rows, self.batch.row_of)
-            if self.model.can_leave_logits_out and len(set(masked)) == len(rows):
-                if not self._sampler.tells_logprobs(rows):
-                    of_any = mask.of_any
-                    # An empty set would not show whether logits are finite.
-                    wanted = of_any if of_any.any() else None
-        logits = self.model.logits(hidden, wanted)
-        if drafted is None:
-            choice = self._sampler.sample_async(logits, rows, mask, masked)
-        else:
-            choice = self._sampler.sample_async(
-                logits,
-                rows,
-                mask,
-                masked,
-                offsets=drafted.offsets,
-                drafts=drafted.draft_token_ids,
-            )
-        return SampledStep(choice, self.batch.expect_tokens(step.rows, index), drafted)
 
     def _take_tokens(self) -> None:
         """Wait for the tokens of the last sampled step, and write them to the batch and the result.

@@ -1,25 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SampledTokens: writes a step's sampled tokens to the batch and to the step's result.
+"""SampledTokens: samples the tokens of a step, and writes them to the batch and to the step's
+result.
 
 A request gets no token if its logits are not finite, if one of its logits processors failed, or if
 all its tokens are banned. The result names such requests with the reason."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
 from ..batch.batch_update import IntArray
-from ..sampling.sampler import Sampled
+from ..models.decoder import Decoder
+from ..sampling.sampler import Sampled, Sampler
+from ..sampling.token_mask import TokenMask
 from ..scheduler.output import ModelRunnerOutput
-from .begun_step import SampledStep
+from .begun_step import BegunStep, SampledStep
 from .input_batch import InputBatch
 from .speculation.drafted_rows import DraftedRows
 from .speculation.step_drafts import StepDrafts
 
 
 class SampledTokens:
-    """The writer of one model runner."""
+    """The sampled tokens of one model runner."""
 
-    def __init__(self, batch: InputBatch, drafts: StepDrafts) -> None:
+    def __init__(
+        self, model: Decoder, sampler: Sampler, batch: InputBatch, drafts: StepDrafts
+    ) -> None:
+        self._model, self._sampler = model, sampler
         self._batch, self._drafts = batch, drafts
+
+    def begin_sampling(
+        self, step: BegunStep, hidden: Tensor, mask: TokenMask | None
+    ) -> SampledStep:
+        """Start to sample a step from `hidden` `[rows, hidden]`. `mask` has the allowed tokens of
+        some requests, and every request in it must get a token."""
+        drafted, rows, index = step.drafted, step.rows, None
+        if drafted is not None:
+            rows, index = drafted.rows, drafted.known_index()
+        masked: Sequence[int] = ()
+        wanted = None  # tokens whose logits are needed; None: all
+        if mask is not None:
+            masked = mask.places_among(rows, self._batch.row_of)
+            if self._model.can_leave_logits_out and len(set(masked)) == len(rows):
+                if not self._sampler.tells_logprobs(rows):
+                    of_any = mask.of_any
+                    # An empty set would not show whether logits are finite.
+                    wanted = of_any if of_any.any() else None
+        logits = self._model.logits(hidden, wanted)
+        if drafted is None:
+            choice = self._sampler.sample_async(logits, rows, mask, masked)
+        else:
+            choice = self._sampler.sample_async(
+                logits,
+                rows,
+                mask,
+                masked,
+                offsets=drafted.offsets,
+                drafts=drafted.draft_token_ids,
+            )
+        return SampledStep(choice, self._batch.expect_tokens(step.rows, index), drafted)
 
     def write_step(self, step: SampledStep, result: ModelRunnerOutput) -> None:
         """Wait for the tokens of a sampled step, and write them."""

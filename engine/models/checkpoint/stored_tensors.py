@@ -62,7 +62,7 @@ class StoredTensors:
 
     @property
     def tensor_names(self) -> list[str]:
-        """This project's names of the tensors, without ignored tensors."""
+        """The tensors by the names of this project, without ignored tensors."""
         return [
             name
             for name in self._where

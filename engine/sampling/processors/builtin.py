@@ -257,7 +257,7 @@ class SeenTokens:
 
     @property
     def counts(self) -> IntArray:
-        """Each token's number of occurrences in the output; 0 for tokens of the prompt only."""
+        """The occurrences of each token in the output; 0 for tokens of the prompt only."""
         return self._counts[: self._size]
 
     def count_new(self) -> None:

@@ -168,8 +168,8 @@ class Pool:
     def kept(
         self, spec: FullAttentionSpec, first: int, end: int, num_prompt_tokens: int
     ) -> list[bool] | None:
-        """Which of these blocks of a request are cached: of a sparse group those that a hit needs
-        which ends where the prompt does, or at a multiple of the interval."""
+        """Return which of these blocks of a request are cached: of a sparse group those that a hit
+        needs which ends at the end of the prompt, or at a multiple of the interval."""
         if self.retention is None or not spec.is_sparse:
             return None
         ends = [(num_prompt_tokens - 1) // self.position * self.position]

@@ -129,7 +129,7 @@ def test_nobody_asks_and_nothing_grows() -> None:
 def test_random_lives_give_each_computed_key_at_most_once_while_it_stays(
     rng: random.Random,
 ) -> None:
-    """What is given is computed, has this key, and was not given since it was cached."""
+    """A block that is given is computed, has this key, and was not given since it was cached."""
     for _ in range(50):
         pool = BlockPool(9)
         pool.offer_all()

@@ -183,8 +183,8 @@ STATES = StateBytes(5000, "conv 2 x 3")
 
 
 def test_layers_with_states_are_in_no_group() -> None:
-    """Of six layers two attend: their pages have 2 x 1024 bytes, so states of 5000 have three
-    pieces, whose keys lie behind the group."""
+    """Two of six layers attend: their pages have 2 x 1024 bytes, so states of 5000 have three
+    pieces, whose keys are those of further groups."""
     layout = BlockLayout(2, 16, 2, 4, "float32")
     assert layout.page_bytes == 2048
     attention = [state(), state(), full(), state(), full(), state()]

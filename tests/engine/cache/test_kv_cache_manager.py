@@ -362,8 +362,8 @@ def test_hits_keep_their_keys_when_the_step_that_found_them_fails(
 
 
 def test_a_fork_leaves_a_tail_that_has_a_key_as_it_is() -> None:
-    """Its parent was handed over after one token, which caches the prompt's partly filled end. Were
-    the fork to fill that block, it would lose the key's place, and the key would stay."""
+    """The parent was handed over after one token, which caches the prompt's partly filled end. A
+    fork that filled that block would change the bytes of a cached key."""
     manager = KVCacheManager(40, 4, 100)
     pool = manager.pool
     parent, child = (

@@ -18,7 +18,7 @@ HASHER = make_block_hasher(b"r" * 32, SIZE)
 
 
 class Oracle:
-    """What the pool must do, said with lists: keys by free order and by prefix of tokens."""
+    """A pool made of lists, which the real pool must equal: keys by free order and by prefix."""
 
     def __init__(self, num_blocks: int) -> None:
         self.free = list(range(1, num_blocks))

@@ -137,7 +137,7 @@ def test_an_answer_that_no_drafts_are_wanted_of_is_left_and_caught_up_with(
 def test_beyond_the_context_of_the_draft_model_a_block_keeps_nothing_of_another_text(
     model: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """Its cached blocks are those of an engine that has had no other text, byte for byte."""
+    """The cached blocks are those of an engine that has had no other text, byte for byte."""
     draft = make_llama(tmp_path, seed=5, vocab_size=VOCAB, max_position_embeddings=44)
     asked = request("own", prompt_of(120, 9), max_tokens=7)
     others = [request(f"{i}", prompt_of(43, i), max_tokens=1, cache_salt="other") for i in range(6)]

@@ -346,7 +346,7 @@ def check_life(
 
 
 def test_a_request_is_taken_back_out_of_a_step(make_engine: MakeEngine) -> None:
-    """As if it had never been in it: budget, blocks, keys, counters."""
+    """Budget, blocks, keys and counters are those of a step that never had the request."""
     engine = make_engine(max_num_batched_tokens=64)
     request = engine.add("a", prompt(30), max_tokens=9)
     other = engine.add("b", prompt(10, 1), max_tokens=9)

@@ -167,7 +167,7 @@ def test_the_largest_step_is_run_between_the_measurements(checkpoint, monkeypatc
 
 
 def test_the_largest_picture_is_encoded_before_the_pool_is_sized(tmp_path: Path) -> None:
-    """On the host its memory is estimated, and the encoder's weights count."""
+    """The host estimates the memory of encoding, and the encoder's weights count."""
     path = make_picture_model(tmp_path, "qwen3_vl")
     spec = load_model_spec(path)
     model = Decoder.load(path, spec, 64, torch.float64)

@@ -156,7 +156,7 @@ def test_a_row_cannot_give_a_record_another_name(path: Path) -> None:
 
 
 def test_an_older_record_of_the_same_key_is_the_same_block(path: Path) -> None:
-    """What is not prevented, and harms nobody: the key of a block says what its bytes are."""
+    """The store accepts an older record: the key of a block determines its bytes."""
     old_row = _rows(path)[KEYS[8]]
     old = _read(path, old_row.slot)
     store = _open(path)
