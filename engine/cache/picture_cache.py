@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PictureCache: which pictures have embeddings in the worker, and which a step encodes.
+"""PictureCache records which pictures have embeddings in the worker, and plans their encoding.
 
-A chunk of a prompt needs the embeddings of all pictures that it touches. Each is encoded once, with
-the first chunk that touches it, within a budget for a step; the worker keeps the embeddings while a
-request still needs them, and after that until their room is wanted. If a picture finds no budget or
-no room, the chunk ends before it.
+A chunk of a prompt needs the embeddings of all pictures that it touches. Each picture is encoded
+once, with the first chunk that touches it, within a step's budget of picture tokens. The worker
+keeps the embeddings while a request still needs them, and then until other embeddings need the
+room. If a picture exceeds the budget or the room, the chunk ends before the picture.
 
-The worker is told what to encode and what to drop. Both sides count in tokens.
+A step lists the pictures that the worker encodes and drops. The budget and the room are in tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from ..request.pictures import Picture
 from ..request.request import Request
 
-# The pictures that a step encodes, and the digests of those that the worker drops before.
+# The pictures that a step encodes, and the digests of pictures that the worker drops before.
 PicturePlan = tuple[list[Picture], list[bytes]]
 NO_PLAN: PicturePlan = ([], [])
 
@@ -28,27 +28,27 @@ class _Entry:
     """The embeddings of one picture in the worker."""
 
     num_tokens: int
-    step_id: int  # that encodes it
+    step_id: int  # the step that encodes the picture
     holders: set[str] = field(default_factory=set)  # ids of requests that still need it
 
 
 class PictureCache:
-    """The embeddings in the worker's memory. `most_tokens` is the room, and the budget of a step;
-    a single larger picture is encoded alone."""
+    """The picture embeddings in the worker's memory. `most_tokens` is both the room for embeddings
+    and the budget of a step, in tokens; a single larger picture is encoded alone."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the longest unused first
         self._held_by: dict[str, set[bytes]] = {}
-        self._num_tokens = 0  # of all entries
+        self._num_tokens = 0  # picture tokens of all entries
         self._step_id = self._budget = 0
         self._to_encode: list[Picture] = []
         self._to_drop: list[bytes] = []
         self.num_encoded = self.num_reused = 0  # pictures since the start
 
     def begin_step(self, step_id: int, running: Iterable[Request]) -> None:
-        """Begin a step. Release the pictures that running requests have computed, and all those of
-        requests that do not run."""
+        """Begin a step. Release the pictures whose tokens running requests have computed, and all
+        pictures of requests that do not run."""
         self._step_id, self._budget = step_id, self._most_tokens
         if not self._held_by:
             return
@@ -74,14 +74,14 @@ class PictureCache:
         return num_tokens
 
     def take_plan(self) -> PicturePlan:
-        """Return the pictures that this step encodes, and the digests of those that the worker
+        """Return the pictures that this step encodes, and the digests of pictures that the worker
         drops before."""
         plan = self._to_encode, self._to_drop
         self._to_encode, self._to_drop = [], []
         return plan
 
     def fail_step(self, step_id: int) -> None:
-        """Forget the pictures that this step and later ones were to encode."""
+        """Forget the pictures that this step and later steps were to encode."""
         lost = [key for key, entry in self._entries.items() if entry.step_id >= step_id]
         for digest in lost:
             entry = self._entries.pop(digest)
@@ -113,8 +113,8 @@ class PictureCache:
         return True
 
     def _make_room(self, num_tokens: int) -> bool:
-        """Drop unused embeddings until a picture fits into the budget and the room. A picture that
-        exceeds either as a whole needs all of it."""
+        """Drop unused embeddings until a picture fits into the budget and the room. A picture
+        larger than `most_tokens` needs the whole budget and the whole room."""
         if num_tokens > self._budget and self._budget < self._most_tokens:
             return False
         unused = [key for key, entry in self._entries.items() if not entry.holders]
