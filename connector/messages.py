@@ -19,8 +19,8 @@ class MatchKind(Enum):
 
 
 class Match(NamedTuple):
-    """How many tokens the tiers hold after the tokens in the pool: fewer than the rest of the
-    request, and without a `tail_hash` a multiple of the block size."""
+    """The number of tokens that the tiers hold after the tokens in the pool: fewer than the request
+    still needs, and without a `tail_hash` a multiple of the block size."""
 
     tokens: int
     kind: MatchKind

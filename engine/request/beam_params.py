@@ -12,7 +12,7 @@ from ...tiers.settings.format import format_value
 from .sampling_params import SamplingParams
 
 MAX_BEAM_WIDTH = 64
-MAX_LENGTH_PENALTY = 16.0  # and the least is its negative; scores of all lengths stay finite
+MAX_LENGTH_PENALTY = 16.0  # the least is -16; keeps scores of all lengths finite
 _WITHOUT_EFFECT = (
     "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "bad_words", "structured_outputs", "repetition_detection", "stop", "stop_token_ids",

@@ -26,14 +26,14 @@ MAX_TOP_K = 2**31 - 1
 MAX_LOGIT_BIAS_IDS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 128
-# Each word has a spelling at the start of a text and one after a space.
+# Each word has a token sequence at the start of a text and another after a space.
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_TOKENS = 64
 MAX_REASONING_MARK_TOKENS = 64
-# A pattern of this length costs some microseconds for each token of an answer.
+# The longest pattern to detect, which costs some microseconds for each token of an answer.
 MAX_PATTERN_TOKENS = 256
 MAX_PATTERN_COUNT = 1024
-MAX_EXTRA_ARGS_BYTES = 16 * 1024  # the size of their JSON
+MAX_EXTRA_ARGS_BYTES = 16 * 1024  # the size of `extra_args` as JSON
 MAX_EXTRA_ARGS_DEPTH = 8
 
 _SEEDS = 2**64
@@ -107,7 +107,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0  # above 1 makes tokens of prompt and output less likely
     presence_penalty: float = 0.0  # subtracted once from logits of output tokens
     frequency_penalty: float = 0.0  # subtracted for each occurrence in the output
-    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, number added to its logit
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to the token's logit)
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
@@ -119,8 +119,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     extra_args: dict[str, Any] | None = None  # plain values of JSON, for logits processors
     structured_outputs: StructuredOutputsParams | None = None
     n: int = 1  # answers to the same prompt
-    skip_reading_prefix_cache: bool = False  # compute the whole prompt; its blocks may be found
-    # The first token whose experts are reported, if any are; None: the prompt's first.
+    skip_reading_prefix_cache: bool = False  # compute the whole prompt, whose blocks are cached
+    # The first token whose experts are reported, if requested; None: the prompt's first.
     routed_experts_prompt_start: int | None = None
 
     def __post_init__(self) -> None:
@@ -297,7 +297,7 @@ def child_params(params: SamplingParams, child: int, *, with_prompt: bool) -> Sa
     has a seed, each answer gets a different one. Only the answer made `with_prompt` gets the
     prompt's log-probabilities."""
     changes: dict[str, int | None] = {"n": 1}
-    if params.seed is not None:  # after the greatest seed comes the least
+    if params.seed is not None:  # the seed after the greatest is the least
         changes["seed"] = (params.seed + child + _SEEDS // 2) % _SEEDS - _SEEDS // 2
     if not with_prompt:
         changes["prompt_logprobs"] = None

@@ -60,9 +60,9 @@ class ExpectedTokens(NamedTuple):
     """The tokens that the device is still sampling in a step, one for each request."""
 
     requests: list[WorkerRequest]
-    rows: IntArray  # their rows at this time
+    rows: IntArray  # their rows at the time of `expect_tokens`
     positions: IntArray  # [requests] positions of the tokens
-    num_updates: int  # number of batch updates at this time
+    num_updates: int  # number of batch updates at that time
 
 
 class InputBatch:
@@ -77,19 +77,19 @@ class InputBatch:
         self.max_model_len = max_model_len
         self.requests: list[WorkerRequest | None] = [None] * max_rows
         self.row_of: dict[str, int] = {}
-        # Rows that are never used take no memory, since the system gives it at the first touch.
+        # Unused rows take no memory, since the system allocates pages at the first write.
         self.token_ids: npt.NDArray[np.int32] = np.zeros((max_rows, max_model_len), np.int32)
         self.num_prompt: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)  # tokens
         self.num_tokens: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.num_computed: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
-        # Tokens with K and V of the draft model too.
+        # The number of tokens for which the draft model has K and V too.
         self.num_draft_computed: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
-        # Tokens at the time of the last request for drafts.
+        # The number of tokens at the last request for drafts.
         self.drafts_asked_at: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.expected_index: npt.NDArray[np.int64] = np.full(max_rows, _KNOWN)
         self._num_updates = 0
         self._builder = BatchUpdateBuilder()
-        self._end = 0  # rows in use lie below it; holes only during a step
+        self._end = 0  # all used rows are below; empty rows below exist only during a step
 
     def __len__(self) -> int:
         return len(self.row_of)
@@ -262,7 +262,7 @@ class InputBatch:
             self.num_draft_computed[row] = num_draft_computed
 
     def row_of_request(self, request: WorkerRequest) -> int | None:
-        """Return the row of this request, not of one with the same id; None if it has left."""
+        """Return the row of this request, not of another with the same id; None if it has left."""
         row = self.row_of.get(request.request_id)
         return row if row is not None and self.requests[row] is request else None
 

@@ -33,8 +33,7 @@ from ..models.dtypes import pool_dtype
 from .pool_demand import SHARE_FLAG, check_memory
 
 AT_ONCE_BYTES = 128 * MIB
-# The part of a larger pool that is taken at once. The first requests write there before the thread
-# has taken the rest.
+# The bytes of a larger pool that are allocated at once, for the first requests.
 _FIRST_BYTES = 32 * MIB
 _LOWEST_PRIORITY = 19
 
@@ -67,8 +66,8 @@ class KvPool:
             raise ConfigError(
                 f"the KV pool needs at least 2 blocks (one is the null block), not {num_blocks}"
             )
-        # Checked again, since the tiers may have taken memory meanwhile: with too large a pool the
-        # system would kill the process later, without an error.
+        # The memory is checked again, since the tiers may have taken some: with too large a pool
+        # the system would kill the process later, without an error.
         if device.type == "cpu":
             check_memory(layout.page_bytes, num_blocks)
         self.layout = layout

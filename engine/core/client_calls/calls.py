@@ -81,7 +81,7 @@ class CoreCalls:
 
     def _follow(self, argument: str) -> bool:
         """Record that another engine computes the prompt of this AddRequest (JSON). Return whether
-        the connector will load its blocks as they appear. Raise ValueError for other JSON."""
+        the connector will load the prompt's blocks. Raise ValueError for other JSON."""
         request = self._builder.make_request(decode_request(argument))
         elsewhere = self._connector.prompts_elsewhere
         if request.skip_reading_prefix_cache or elsewhere is None:

@@ -5,7 +5,7 @@ keys in the launch that writes K and V.
 
     rows of q, k, v   0 … num_decodes    one row for each request: paged decode
                       short chunks       several rows for each request: paged prefill
-                      long chunks        the same, or a library over gathered K and V
+                      long chunks        paged prefill, or a library over gathered K and V
 
 The kernels of a model are chosen once, when the attention is made. A plan's arguments are checked
 in the first layer only, since the tensors have the same shapes in all layers. The attention code

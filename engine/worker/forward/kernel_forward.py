@@ -32,12 +32,12 @@ from .kernel_attention import KernelAttention, KernelPlan
 _FIRST_SIZES = (1, 2, 4)
 _FINE, _FINE_UP_TO = 8, 128
 _COARSE, _COARSE_UP_TO = 16, 512
-# Each record takes memory and start time; arithmetic dominates in larger batches.
+# The largest captured batch: graphs take memory and start time; larger batches gain little.
 MAX_RECORDED = _COARSE_UP_TO
 # Sizes of recorded chunks. For a short rest of a prompt after a cached prefix, launching takes
 # longer than computing.
 CHUNK_SIZES = (16, 32, 64, 128, 256)
-# Tokens of the chunks that run at the start: the shortest, and one beyond the short ones.
+# The tokens of the chunks that run at the start: a shortest one, and one longer than short ones.
 WARM_CHUNKS = (2, 128)
 
 
@@ -157,7 +157,7 @@ class KernelForward:
             progress(f"recorded chunks of {sizes} sizes")
 
     def prepare_step(self, step: StepInputs) -> Launch:
-        # A record reads token ids, and no input outside the buffers.
+        # A CUDA graph reads token ids, and no input outside the buffers.
         is_plain = step.embeds is None and step.aux is None and step.states is None
         is_plain = is_plain and step.adapters is None
         if is_plain and (step.num_decodes == len(step.rows) or len(step.rows) == 1):

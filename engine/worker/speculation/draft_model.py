@@ -44,7 +44,7 @@ from ..kv_pool import ModelPages
 from .hidden_pages import slot_index
 from .proposer import ComputedStep, DraftQuery, Proposer
 
-_FOLLOWED_BLOCKS = 1  # blocks of an answer that it still computes after the last request for drafts
+_FOLLOWED_BLOCKS = 1  # blocks that are still computed after the last request for drafts
 _NONE: IntArray = np.zeros(0, np.int64)
 BoolArray = npt.NDArray[np.bool_]
 StatesBefore = tuple[Tensor, IntArray]  # hidden states, and the indices of the used rows
