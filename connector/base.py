@@ -93,7 +93,7 @@ class TierEstimates(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Return a line with estimates, and with prompt lengths from which loading beats
+        """Return a line with estimates, and the prompt lengths from which loading beats
         computing."""
 
     @abstractmethod
@@ -270,8 +270,7 @@ class KVConnectorScheduler(ABC):
 
     @abstractmethod
     def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
-        """Process finished copies. Return the reports of ended loads, whose requests may
-        continue."""
+        """Process finished copies. Return the reports of ended loads, for requests to continue."""
 
     @abstractmethod
     def has_pending_work(self) -> bool:
@@ -374,7 +373,7 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def poll(self) -> ConnectorWorkerOutput | None:
-        """Return, without waiting, the copies finished since the last call; None if there never are
+        """Return, without waiting, the copies finished since the last call; None if there are never
         any."""
 
     @abstractmethod

@@ -216,8 +216,7 @@ class Loads(OverlappedLoads):
             self._read_more(load)
 
     def spoil(self, keys: AbstractSet[bytes]) -> None:
-        """Discard all blocks of each load that has one of these keys; the request computes the
-        blocks."""
+        """Discard all blocks of each load that has one of `keys`; the request computes them."""
         for load in self.under_way:
             if load.is_spoilt or keys.isdisjoint(load.keys):
                 continue

@@ -265,8 +265,7 @@ class Lookups:
         """Return the number of leading blocks that may be loaded. The last token is always
         computed, to get logits. If another engine computed the prompt and the digest of the last
         token's block is known, this block counts too. With layer states this block counts only if
-        the request has an output token, as the states after the prompt include the prompt's last
-        token."""
+        the request has an output token, as the states after the prompt include its last token."""
         num_tokens = request.num_tokens - 1
         end = num_tokens // self._block_size
         if request.tail_hash is not None and num_tokens % self._block_size:
@@ -329,8 +328,8 @@ class Lookups:
         return lookup
 
     def _ask_for_states(self, offload: RequestOffload, keys: Sequence[bytes]) -> bool:
-        """Look up states in remote stores, once per position. Return whether an answer will
-        come."""
+        """Look up states in remote stores, once per position. Return whether a store will
+        answer."""
         digest = keys[0][:DIGEST_BYTES]
         if digest in offload.asked_states:
             return False

@@ -24,8 +24,7 @@ class Match(NamedTuple):
 
     tokens: int
     kind: MatchKind
-    # Leading tokens of the request whose K and V can be loaded, but not the states after the
-    # tokens.
+    # Leading tokens of the request whose K and V can be loaded, but not the states after them.
     junction: int = 0
 
 

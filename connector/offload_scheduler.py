@@ -241,8 +241,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self._kept_turns.clear()
 
     def _poll_tiers(self) -> bool:
-        """Process finished transfers of the tiers. Return whether a load is to be copied or
-        reported."""
+        """Process finished transfers of the tiers. Return whether a load can be copied or ended."""
         self._hierarchy.poll()
         # Most steps have no such work; the checks avoid calls of code outside the CPU's cache.
         if self._read_times.watched:

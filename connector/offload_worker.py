@@ -107,8 +107,7 @@ class OffloadWorker(KVConnectorWorker):
         for job_id, event in due.items():
             if event in late:
                 # The forward pass must not wait longer, and overwrites the block during the copy.
-                # The slot's bytes are then invalid, and the job is reported as failed once the copy
-                # has ended.
+                # The slot's bytes are then invalid, and the job fails once the copy has ended.
                 self._torn.add(job_id)
                 log.error("a store has not left the pool within %s s", self._store_wait_seconds)
         self._news().store_wait_seconds += time.monotonic() - began

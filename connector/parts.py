@@ -182,8 +182,8 @@ class Parts:
         most_tokens: int | None = None,
         num_kept: int = 0,
     ) -> int:
-        """Return the length of the longest hit up to `num_positions`, if full attention has no
-        misses."""
+        """Return the length of the longest hit up to `num_positions`, given full attention's
+        hit."""
         if not self.is_windowed:
             return num_positions
         search = _Search(self, hierarchy, first, keys, most_tokens, num_kept)
@@ -207,8 +207,7 @@ class Parts:
     def windows(
         self, first: int, num_positions: int, most_tokens: int | None, num_kept: int = 0
     ) -> list[tuple[int, int]]:
-        """Return the index of each windowed part, and the part's first needed position from `first`
-        on."""
+        """Return the index of each windowed part, and its first needed position after `first`."""
         starts = self._starts(first, num_positions, most_tokens, num_kept)
         return [(i, starts[i]) for i, seen in enumerate(self._seen) if seen is not None]
 
@@ -274,8 +273,7 @@ class _Search:
         return self.keys[position * self.parts.width][:DIGEST_BYTES]
 
     def _last_with_states(self, num_positions: int) -> int:
-        """Return the most leading positions, up to `num_positions`, with loadable states after
-        them."""
+        """Return the most leading positions, up to `num_positions`, followed by loadable states."""
         answers = self.state_answers
         for position in range(num_positions - 1, -1, -1):
             if position not in answers:
@@ -302,8 +300,7 @@ class _Search:
         return False
 
     def _find_first_pieces(self, last: int) -> None:
-        """Look up the states after all positions up to `last` at once, as few positions have
-        any."""
+        """Look up the states after all positions up to `last` at once; few positions have any."""
         first, width = max(0, last + 1 - FIND_STATES), self.parts.width
         keys = self.parts.first_state_keys(self.keys[first * width : (last + 1) * width])
         answers = self.hierarchy.lookup(keys)

@@ -102,8 +102,7 @@ class Host(Generic[Settings]):
         return {**_TIER_OPTIONS, **options_of(self.kind, "")}
 
     def read(self, given: Mapping[str, Any]) -> Settings:
-        """Return the settings in a host's JSON object. Raises ConfigError that names the
-        setting."""
+        """Return the settings in a host's JSON object. Raises ConfigError, naming the setting."""
         options = self.options
         for name in given:
             if name not in options:

@@ -83,8 +83,7 @@ class ChunkMover(ABC):
         self._helpers = ThreadPoolExecutor(COPY_THREADS - 1, thread_name_prefix=self.THREAD)
 
     def close(self, seconds: float) -> None:
-        """Fail waiting jobs, write unwritten chunks within `seconds`, and release all.
-        Idempotent."""
+        """Fail waiting jobs, write unwritten chunks within `seconds`, release all. Idempotent."""
         if self._closed:
             return
         self._closed = True

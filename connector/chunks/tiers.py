@@ -79,8 +79,7 @@ class ChunkTiers(ChunkMover):
         self._thread.start()
 
     def store(self, keys: Sequence[bytes], chunks: Sequence[Parts]) -> Future[list[bool]]:
-        """Store chunks. The future has True for each chunk that is stored; it may be evicted
-        later."""
+        """Store chunks. The future has True for each stored chunk, which may be evicted later."""
         self._check_chunk_sizes(keys, chunks)
         return self._queue(self._stores, keys, chunks, self.limits.store_seconds)
 
@@ -88,8 +87,7 @@ class ChunkTiers(ChunkMover):
         return self._queue(self._lookups, keys, (), self.limits.lookup_seconds)
 
     def load(self, keys: Sequence[bytes], chunks: Sequence[Parts]) -> Future[list[bool]]:
-        """Load chunks. The future has True for each loaded chunk; other chunks' bytes are
-        undefined."""
+        """Load chunks. The future has True for each loaded chunk; other bytes are undefined."""
         self._check_chunk_sizes(keys, chunks)
         return self._queue(self._loads, keys, chunks, self.limits.read_seconds)
 

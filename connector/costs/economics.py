@@ -144,8 +144,7 @@ class Economics:
     def max_wait_seconds(
         self, first_token: int, num_blocks: int, *, num_queued_tokens: int = 0
     ) -> float | None:
-        """Return the seconds to compute the blocks and the queued tokens; None if there is no
-        limit."""
+        """Return the seconds to compute the blocks and the queued tokens; None without a limit."""
         if self.choice is not Choice.AUTO:
             return None
         compute = self._compute(first_token, num_blocks)
@@ -236,8 +235,7 @@ class Economics:
         num_blocks: int,
         num_sharing: int,
     ) -> tuple[int, float]:
-        """Return how many blocks are computed when the frontiers meet, and the seconds until
-        then."""
+        """Return the number of blocks computed when the frontiers meet, and the seconds before."""
         low, high = 0, num_blocks
         # Each piece costs the fixed seconds of its links again.
         more = self._estimate_load(runs, queued, 0, 1) * (OVERLAP_PARTS / PIECES_AT_ONCE - 1)
@@ -258,8 +256,7 @@ class Economics:
     def _estimate_load(
         self, runs: Sequence[Run], queued: Mapping[str, int], start: int, end: int
     ) -> float:
-        """Return the seconds to load blocks `start` to `end`: parallel reads of stores, then a
-        copy."""
+        """Return the seconds to load blocks `start` to `end`: parallel store reads, then a copy."""
         blocks: dict[str, int] = {}
         for tier, count in _between(runs, start, end):
             blocks[tier] = blocks.get(tier, 0) + count

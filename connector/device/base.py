@@ -108,8 +108,7 @@ class CopyDevice(ABC):
     def hold_compute(self, events: Sequence[Event], timeout_seconds: float) -> list[Event]:
         """Delay computing on the pool that is queued after this call until the events have ended.
         Return the events that did not end in time; computing does not wait for them and may
-        overwrite their blocks. In this base class the caller waits; on CUDA the compute stream
-        waits."""
+        overwrite their blocks. Here the caller waits; on CUDA the compute stream waits."""
         deadline = time.monotonic() + timeout_seconds
         return [event for event in events if not event.wait(max(0.0, deadline - time.monotonic()))]
 

@@ -37,7 +37,7 @@ class Job(ABC):
 
     def __init__(self, after: Sequence[Event], *, is_quick: bool, is_by_cpu: bool) -> None:
         """`is_quick`: queueing the job takes the caller less time than waking a thread.
-        `is_by_cpu`: the CPU itself reads or writes slots, so that a thread must wait for the events
+        `is_by_cpu`: the CPU itself reads or writes slots, so a thread must wait for the events
         first."""
         self.after = [event for event in after if not event.done()]
         self.is_quick = is_quick

@@ -208,8 +208,7 @@ class StrataL2Adapter(L2AdapterInterface):
         return task.id
 
     def _models_of(self, keys: Sequence[Any]) -> dict[str, str | None]:
-        """Return the name of each model in these keys; None if the model's chunks are not
-        stored."""
+        """Return the name of each model in these keys; None for a model that is not stored."""
         return {
             model: self._models.resolve_name(model) for model in {key.model_name for key in keys}
         }

@@ -31,8 +31,7 @@ ALWAYS_SECONDS = 5.0
 
 
 class PrefillWaits(PromptsElsewhere):
-    """The waits of one connector, and the prompts that it follows. Wakes the engine when a wait
-    ends."""
+    """The waits of one connector, and its followed prompts. Wakes the engine when a wait ends."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = hierarchy = context.hierarchy
@@ -75,8 +74,7 @@ class PrefillWaits(PromptsElsewhere):
         offload.elsewhere = Elsewhere.NO
         if len(self.waiting) >= MOST_WAITING or not self._hierarchy.others_are_up:
             return False
-        # A request waits only for full blocks. Later tokens are computed here, unless a tier has
-        # their block.
+        # A request waits only for full blocks. Later tokens are computed here or in a tier's block.
         num_full = (request.num_tokens - 1) // self._block_size
         num_full = min(num_full, len(request.block_hashes)) - lookup.first
         num_full = min(num_full, len(lookup.keys) // self._num_parts)

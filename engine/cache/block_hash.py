@@ -25,8 +25,7 @@ def make_block_hasher(root: bytes, block_size: int, algorithm: str = "sha256") -
 
     `sha256` starts the chain from `root` (`Identity.root()`). `sha256_cbor` is the form that
     routers can recompute. It starts from the CBOR of "0", so that a store of such digests must be
-    bound to one root by other means. Raises ValueError for another algorithm or a block size below
-    1."""
+    bound to one root by other means. Raises ValueError for another algorithm or block size 0."""
     if block_size < 1:
         raise ValueError(f"a block has at least 1 token, not {block_size}")
     if algorithm == "sha256":
@@ -95,8 +94,7 @@ def _pictures_of_blocks(
     request: Request, first: int, end: int, block_size: int
 ) -> dict[int, list[tuple[bytes, int]]]:
     """Return the pictures in each of the blocks `first`..`end`, by index relative to `first`: a
-    picture's digest, and its first token relative to the block, negative if it lies in an earlier
-    block."""
+    picture's digest, and its first token relative to the block, negative in an earlier block."""
     found: dict[int, list[tuple[bytes, int]]] = {}
     for each in request.pictures:
         last = min(end, -(-each.end // block_size))

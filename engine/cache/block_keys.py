@@ -59,7 +59,7 @@ class BlockKeys:
 
     def revoke_caching(self, request_id: str, tables: GroupBlocks, num_blocks: int) -> None:
         """Uncache the blocks after the first `num_blocks` that the step being scheduled cached. If
-        another request of the step has found one of these blocks, raise RuntimeError and change
+        another request of the step has found such a block, raise RuntimeError and change
         nothing."""
         known = self.counts.get(request_id, 0)
         self._pool.revoke_caching([block for table in tables for block in table[num_blocks:known]])

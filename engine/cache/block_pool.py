@@ -53,8 +53,8 @@ _evicted_block = partial(tuple.__new__, EvictedBlock)
 
 
 class BlockPool:
-    """A pool of `num_blocks` pages, used by one thread. Page 0 is the never allocated null
-    block."""
+    """A pool of `num_blocks` pages, used by one thread. Page 0, the null block, is never
+    allocated."""
 
     def __init__(self, num_blocks: int, enable_caching: bool = True, width: int = 1) -> None:
         """`width` is the number of pages of a block, and of the groups that share it. A method's
@@ -257,8 +257,7 @@ class BlockPool:
             self._add_fresh([block])
 
     def note_computed(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Queue blocks for `take_fresh` that were cached after their step had run, if
-        `_offers_all`."""
+        """With `_offers_all`, queue for `take_fresh` blocks cached after their step had run."""
         if self._offers_all:
             self._add_fresh([block for block in blocks if block.block_hash is not None])
 
@@ -294,8 +293,7 @@ class BlockPool:
         self._offers_all = True
 
     def begin_step(self, step_id: int) -> None:
-        """Assign blocks cached from now on to step `step_id`. Raise ValueError unless the id
-        grew."""
+        """Assign blocks cached from now on to this step. Raise ValueError unless the id grew."""
         if step_id <= self._step_id:
             raise ValueError(f"steps are numbered upwards: {step_id} came after {self._step_id}")
         self._step_id = step_id

@@ -3,8 +3,7 @@
 
 A page holds K and V of `block_size` tokens in the layers of one group. A block of tokens has one
 page in each group; each page has its own id. All ids come from one pool, so all pages have the same
-size. All layers of a group have the same kind of attention, because a group releases its pages
-whole.
+size. All layers of a group have the same kind of attention, as pages are released whole.
 
     group 0   full attention      layers 5 11          table: 7 3 8
     group 1   window of 512       layers 0 1           table: 0 9 4    (0: outside the window)

@@ -161,8 +161,8 @@ class KVCacheManager:
         blocks and number of tokens.
 
         The prefix has at most `num_tokens - 1` tokens, because the last token must be computed for
-        its logits. The pool does not change; `allocate_slots` later makes the request a holder of
-        the hits."""
+        its logits. The pool does not change; `allocate_slots` later adds the request as a
+        holder."""
         if not self.pool.enable_caching or request.skip_reading_prefix_cache:
             return self.no_blocks, 0
         most = request.most_cached_tokens // self.block_size

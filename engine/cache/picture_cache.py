@@ -74,8 +74,8 @@ class PictureCache:
         return num_tokens
 
     def take_plan(self) -> PicturePlan:
-        """Return the pictures that this step encodes, and the digests of pictures that the worker
-        drops before."""
+        """Return the pictures that this step encodes, and the digests of pictures dropped
+        before."""
         plan = self._to_encode, self._to_drop
         self._to_encode, self._to_drop = [], []
         return plan

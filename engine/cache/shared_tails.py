@@ -35,8 +35,7 @@ class SharedTails:
         return num_copies * len(self._groups)
 
     def add_fork(self, parent_id: str, child_id: str) -> None:
-        """Record that two requests share a partly filled last block, until one writes to the
-        block."""
+        """Record that two requests share a partly filled last block, until one of them writes."""
         family = self.families.setdefault(parent_id, {parent_id})
         family.add(child_id)
         self.families[child_id] = family

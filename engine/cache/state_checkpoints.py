@@ -169,8 +169,8 @@ class StateCheckpoints:
         self, request: Request, computed: int, num_tokens: int, num_spare: int
     ) -> tuple[int, int]:
         """Return how many of the `num_tokens` tokens after `computed` a step may compute of a
-        request, and how many of `num_spare` state slots it uses, one per checkpoint before the last
-        token."""
+        request, and how many of `num_spare` state slots it uses: one per checkpoint before the
+        end."""
         within = self.positions(request, computed, computed + num_tokens - 1)
         if len(within) <= num_spare:
             return num_tokens, len(within)
@@ -178,8 +178,7 @@ class StateCheckpoints:
 
     def most_drafts(self, end: int) -> int:
         """Return the most drafts that a step may check after `end` tokens, if `interval` is not 0.
-        Drafts end before the next multiple of `interval`, as a checkpoint there needs known
-        tokens."""
+        Drafts end before the next multiple of `interval`, as checkpoints need known tokens."""
         return self.interval - end % self.interval - 1
 
     def num_to_pin(self, request_id: str) -> int:
@@ -189,7 +188,7 @@ class StateCheckpoints:
 
     def save(self, request: Request, computed: int, end: int, num_spare: int) -> list[StateSave]:
         """Plan the checkpoints that the step makes of a request. All blocks of the step are
-        allocated before. The step makes none for which the pool lacks room, and at most `num_spare`
+        allocated before. The step makes none without room in the pool, and at most `num_spare`
         before `end`."""
         found: list[tuple[int, list[KVCacheBlock]]] = []
         num_within = 0

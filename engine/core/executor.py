@@ -66,8 +66,7 @@ class Executor(ABC):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the executor can still compute. If the result is False, the next step raises the
-        reason."""
+        """Whether the executor can still compute. Otherwise the next step raises the reason."""
         return True
 
     def end_by(self, deadline: float) -> None:  # noqa: B027 - most have nothing to do

@@ -211,8 +211,7 @@ class CoreLoop:
 
 
 def _reply(call_id: int, execute: Callable[[], Any]) -> Reply | Deferred:
-    """Return the reply with the result of `execute`, or with its error. Return a Deferred
-    unchanged."""
+    """Return the reply with the result or the error of `execute`, or a Deferred unchanged."""
     try:
         result = execute()
         if isinstance(result, Deferred):

@@ -136,8 +136,8 @@ class CoreServer:
 
     def _handle_frame(self, frame: bytes) -> None:
         """Decode a message and pass it to the loop. An unreadable message gets an error as its
-        answer, so that the client does not wait. The loop ends if neither a request id nor a call
-        id is readable."""
+        answer, so that the client does not wait. The loop ends if no request id or call id is
+        readable."""
         assert self._loop is not None
         try:
             message = to_core_decoder.decode(frame)

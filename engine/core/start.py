@@ -59,8 +59,7 @@ def tell_import(progress: Callable[[str], None]) -> None:
 
 
 def encode_path(value: Any) -> Any:
-    """Encode a Path as text. Raises NotImplementedError for another type that msgspec does not
-    know."""
+    """Encode a Path as text. Raises NotImplementedError for another type."""
     if isinstance(value, Path):
         return str(value)
     raise NotImplementedError(f"no encoding for {type(value).__name__}")

@@ -61,8 +61,8 @@ class StepPipeline:
 
     def run_step(self) -> list[TokenOutput]:
         """Begin steps until `depth` are in flight. Process the result of the oldest and return its
-        outputs. An error of the worker ends the requests of the failed step and of all later steps
-        in flight.
+        outputs. An error of the worker ends the requests of this step and all later steps in
+        flight.
 
         Raises RuntimeError if the worker cannot recover (after MAX_FAILED_STEPS in a row, or with a
         lost device), and ExecutorDied if it has ended."""

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 class Adapter(NamedTuple):
     """An adapter that is loaded under a name. The keys of blocks include the fingerprint and not
-    the name. So equal adapters share blocks, and a reused name finds no blocks of the earlier
-    adapter."""
+    the name. So equal adapters share blocks, and a reused name finds no old blocks."""
 
     name: str
     fingerprint: bytes  # 32-byte digest of everything in the adapter that can change a token

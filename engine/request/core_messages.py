@@ -53,8 +53,7 @@ class RequestExtras(
     is_last_step: bool = False  # no other turn of the job follows
     tool: str = ""  # the tool whose result this turn has; "": no tool, or unknown
     kv_transfer: dict[str, Any] = {}  # passed unchanged to the connector and its tiers
-    # Whether the last output has a ticket, and waits until other engines can load the prompt's
-    # blocks.
+    # Whether the last output has a ticket, and waits until other engines can load the blocks.
     hand_over: bool = False
     ticket: Ticket | None = None  # from the node that computed the prompt
     computed_elsewhere: bool = False  # another node computes the prompt now

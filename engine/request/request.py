@@ -274,8 +274,7 @@ class Request:
         self.job = job_key(cache_salt, job_id) if job_id else b""
         self.job_id = job_id
         self.tenant = tenant  # "": shared by all clients without a tenant
-        # The id of a request with the same prompt. Both requests get their first token in the same
-        # step.
+        # The id of a request with the same prompt, which gets its first token in the same step.
         self.fork_of = "" if fork_of is None else fork_of.request_id
         # The request that this one continues, until this request runs; kept blocks of the other
         # request are then used.
@@ -289,13 +288,12 @@ class Request:
         # Copied from the parameters, because every token reads these values.
         self.max_tokens = sampling_params.max_tokens
         self.repetition_detection = sampling_params.repetition_detection
-        # The limit of prompt and output together; a scheduler with a shorter context lowers the
-        # limit.
+        # The limit of prompt and output together, which a scheduler may lower.
         self.max_num_tokens = self.num_prompt_tokens + self.max_tokens
         self._tokens: TokenArray = np.empty(self.max_num_tokens, np.int32)
         self._tokens[: self.num_prompt_tokens] = prompt_token_ids
         self._num_packed = self.num_tokens = self.num_prompt_tokens
-        # The output is also a list, because samplers and stop checks read its newest entries by
+        # The output is also a list, whose newest entries samplers and stop checks read by
         # reference.
         self.output_token_ids: list[int] = []
 
@@ -338,8 +336,8 @@ class Request:
     @property
     def tail_hash(self) -> bytes | None:
         """The digest of the prompt's tokens after its full blocks, if another engine has computed
-        the prompt; else None. The digest is also None if the output has tokens that the other
-        engine lacks."""
+        the prompt; else None. The digest is also None if the output has more tokens than the other
+        engine's."""
         return self._tail_hash if self.num_tokens - 1 <= self.num_prompt_tokens else None
 
     def prompt_tail_hash(self) -> bytes:

@@ -17,8 +17,7 @@ from ..json_schemas import prepared, with_schemas
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 100
 MAX_CHOICES = 4096
-# The default limit of white space between parts of JSON, which a model could else write without
-# end.
+# The default limit of white space between parts of JSON, which a model could write without end.
 MOST_WHITESPACE = 32
 
 

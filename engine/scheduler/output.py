@@ -297,8 +297,7 @@ def check_stop(
 
 
 def stop_reason(request: Request, token_id: int) -> int | None:
-    """Return the id of the client's stop token that ended a request; None for the model's end
-    token."""
+    """Return the client's stop token that ended a request; None for the model's end token."""
     return token_id if token_id in request.sampling_params.stop_token_ids else None
 
 

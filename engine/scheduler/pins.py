@@ -102,8 +102,7 @@ class Pin(NamedTuple):
 
 
 class Pins:
-    """The pins of all jobs, oldest pin first, at most one per job. Called by the step thread
-    only."""
+    """The pins of all jobs, oldest pin first, one per job. Called by the step thread only."""
 
     def __init__(self, context: SchedulerContext, estimator: Estimator | None = None) -> None:
         """`context.config.pin_tenant_share` is the largest share of all pinnable blocks that one

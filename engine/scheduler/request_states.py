@@ -82,8 +82,7 @@ class RequestStates:
 
     @property
     def num_deferred(self) -> int:
-        """The number of requests that wait for a load or for an answer of the tiers, not for
-        room."""
+        """The number of requests that wait for a load or an answer of the tiers, not for room."""
         return len(self.deferred) + self.num_loading
 
     def find_unfinished(self, request_id: str) -> Request | None:

@@ -80,8 +80,7 @@ class Scheduler:
     `fail_step`, in the order of the steps. Up to `pipelining.depth` steps may be in flight. A
     request whose next token is still being computed is left out of the following steps. With
     `pipelining.runs_ahead` it is left out only if drafts will be proposed after that token;
-    otherwise the worker inserts the token. The result of a step without tokens need not be
-    reported."""
+    otherwise the worker inserts the token. Steps without tokens need no result."""
 
     def __init__(
         self,
@@ -364,8 +363,7 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
     ) -> list[TokenOutput]:
-        """Process the worker's result of a step: first the reports of ended loads, then the
-        tokens."""
+        """Process the worker's result of a step: first reports of ended loads, then tokens."""
         _, entries, num_departed = self._land(scheduler_output)
         now = time.monotonic()
         outputs = self._take_reports(runner_output.connector_output, now)
@@ -483,8 +481,7 @@ class Scheduler:
 
     def pause(self, which: Pause) -> None:
         """Stop the admission of new requests (`Pause.NEW`), or the computation of all
-        (`Pause.ALL`), until `resume`. Meanwhile, requests keep blocks and loads, and may be added
-        or ended."""
+        (`Pause.ALL`), until `resume`. Requests keep blocks and loads, and may be added or ended."""
         self._paused = which
         self._stalled = False
 
@@ -502,8 +499,7 @@ class Scheduler:
     ) -> list[TokenOutput]:
         """Process the result of a step that was in flight when an earlier step failed;
         `runner_output` is None if the worker refused the step. The step's tokens are dropped, its
-        reports of copies are processed, and its ended and preempted requests are sent to the worker
-        again."""
+        reports of copies are processed, and its ended and preempted requests are sent again."""
         self._states.tell_again(
             scheduler_output.finished_request_ids, scheduler_output.preempted_request_ids
         )

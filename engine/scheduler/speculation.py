@@ -68,8 +68,7 @@ class _Pace:
 
     @property
     def gain(self) -> float:
-        """Tokens per second with drafts, divided by tokens per second without them; 1.0 if
-        unknown."""
+        """Tokens per second with drafts, divided by the rate without drafts; 1.0 if unknown."""
         if not (self.plain_seconds.count and self.seconds.count and self.seconds.value):
             return 1.0
         return self.tokens.value * self.plain_seconds.value / self.seconds.value

@@ -195,8 +195,7 @@ class StepBuilder:
     def revoke(self, request: Request) -> None:
         """Remove a request from the step. The request's tokens return to the budget, its new blocks
         are released, and the blocks that the step cached are uncached. A running request returns to
-        its state before the step; a starting or resumed request then has no blocks and no computed
-        tokens.
+        its state before the step; a starting or resumed request has no blocks and tokens then.
 
         Raises KeyError if the request is not in the step. Raises RuntimeError, and changes nothing,
         if another request of the step has found blocks that this request was to compute."""

@@ -2,7 +2,8 @@
 """AdapterSlots: the adapters in a worker's memory, and the adapters' slots in the model.
 
     loaded ──► host memory, in the form of the model's products
-    in use ──► a slot: written before the first step that needs it, until another adapter needs the slot
+    in use ──► a slot: written before the first step that needs it, kept until another adapter
+               needs the slot
 
 The copies into a slot are queued before the step's forward pass and after all earlier forward
 passes, so no step reads a slot while the slot changes.

@@ -217,8 +217,7 @@ class Adapters:
 
 
 def adapter_settings(vllm_config: Any) -> str:
-    """Return a digest of vLLM's settings that change an adapter's results; empty without
-    adapters."""
+    """Return a digest of vLLM's settings for adapters' results; empty without adapters."""
     config = getattr(vllm_config, "lora_config", None)
     if config is None:
         return ""

@@ -47,8 +47,7 @@ class HostKeys:
         self._is_made_here = len(columns.all) > columns.num_groups
 
     def bind_hash_tokens(self, hash_tokens: int) -> None:
-        """Set the number of tokens of a vLLM hash. Raises ConfigError if positions end between
-        hashes."""
+        """Set the tokens of a vLLM hash. Raises ConfigError if positions end between hashes."""
         tokens = self._columns.position_tokens
         if tokens % hash_tokens:
             raise ConfigError(

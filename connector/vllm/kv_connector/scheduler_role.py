@@ -221,8 +221,7 @@ class SchedulerRole:
         return self._safely(self._reset, False)
 
     def stats(self) -> dict[str, Any]:
-        """Return `OffloadScheduler.stats`, the tiers that are down, and a count of damaged
-        blocks."""
+        """Return `OffloadScheduler.stats`, the tiers that are down, and a damaged-block count."""
         return self._safely(self._read_stats, {})
 
     def shutdown(self) -> None:

@@ -89,8 +89,7 @@ class CoreCalls:
         return elsewhere.follow_blocks(self._scheduler.manager.keys.of_prompt(request))
 
     def _tool_called(self, argument: str) -> bool:
-        """Record the tool call at the end of a job's latest request; `argument` is a ToolCalled
-        (JSON)."""
+        """Record the tool call at the end of a job's latest request, from a ToolCalled (JSON)."""
         try:
             called = msgspec.json.decode(argument, type=ToolCalled)
         except msgspec.MsgspecError as error:

@@ -104,8 +104,7 @@ class BeamFamilies:
         return told
 
     def abort_choices(self, request_ids: Iterable[str]) -> None:
-        """Drop answers whose clients have disconnected. A search ends when all its answers are
-        dropped."""
+        """Drop answers whose clients have disconnected. A search ends with its last answer."""
         gone = set(request_ids)
         for family in [each for each in self._families if gone.intersection(each.choice_ids)]:
             family.choice_ids = ["" if each in gone else each for each in family.choice_ids]

@@ -3,8 +3,8 @@
 the pool.
 
 The module imports no torch and starts nothing. Each front end calls `check_model` before it starts
-an engine, because importing torch takes seconds. The core repeats the checks once the GPU's memory
-is known."""
+an engine, because importing torch takes seconds. The core repeats the checks with the GPU's
+memory."""
 
 from __future__ import annotations
 

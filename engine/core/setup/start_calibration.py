@@ -113,7 +113,7 @@ class Calibration:
         self._note(PromptCost(count, count * start + count * (count - 1) // 2, seconds))
 
     def _run(self, count: int, start: int = 0) -> float:
-        """Compute `count` prompt tokens after `start` other tokens in one step. Return the step's
+        """Compute `count` prompt tokens after `start` other tokens in one step. Return the
         seconds."""
         name = f"calibration-{self._num_steps + 1}"
         num_blocks = -(-(start + count) // self._budget.block_size)

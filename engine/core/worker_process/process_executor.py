@@ -2,8 +2,8 @@
 """An executor whose model runner lives in another process.
 
 The worker process reads its settings from standard input; end of file there means that the launcher
-has ended. The executor declares the worker dead, with the reason, if it ends, answers out of order
-or too late."""
+has ended. The executor declares the worker dead, with the reason, if it ends, answers late or in
+wrong order."""
 
 from __future__ import annotations
 

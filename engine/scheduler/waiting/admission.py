@@ -161,8 +161,7 @@ class Admission:
         return Obstacle.PRESSURE if self._is_held_back(request) else None
 
     def _may_begin_load(self, request: Request) -> bool:
-        """Whether the request may begin a load although the step has no tokens left. A load needs
-        no tokens."""
+        """Whether the request may begin a load although the step has no tokens left."""
         return (
             self._connector.has_tiers
             and request.request_id != self._waits_for_budget
@@ -381,7 +380,7 @@ class Admission:
         return self._reservations is None or self._reservations.commit_reserved()
 
     def _drives_out(self, request: Request, hits: GroupBlocks) -> bool:
-        """Whether the request's prompt lacks room next to the running requests; always False with
+        """Whether the request's prompt lacks room beside the running ones; False with
         `--reserve`."""
         running = self._states.running
         if not running or self._reservations is not None:

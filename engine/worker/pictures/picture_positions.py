@@ -3,8 +3,7 @@
 
 A token of text has one position for all three axes. The tokens of a picture share one time, and
 their height and width are their row and column in the picture. The positions of the text after a
-picture continue after the picture's largest position, and are smaller than its places in the
-sequence.
+picture continue after the picture's largest position, and are smaller than its token indices.
 
     text text | picture of 2 x 3 | text          time    0 1  2 2 2 2 2 2  5
                                                  height  0 1  2 2 2 3 3 3  5
