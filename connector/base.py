@@ -19,19 +19,20 @@ One step, in order:
 A request with a *blocking* load waits until a `LoadReport` names the request. A request with an
 *overlapped* load computes its blocks from the front while the load brings blocks from the back.
 
-The engine may rely on this:
+A connector guarantees to the engine:
 - three methods of the scheduler side may wait, for a bounded time: `build_calibration_meta`,
   `reset` and `shutdown`. No other method waits for a copy, a disk or a socket;
 - a request that waits for its load gets exactly one `LoadReport`, of success or of failure;
 - a load brings the blocks of all cache groups at a position, or no block at that position;
 - after a failed load the connector never offers the same request more tokens;
 - an error inside the connector affects the engine only as a failed load.
-The engine must do this:
-- not reuse the blocks of a request that waits for a load before its `LoadReport`, even if the
+The engine guarantees to a connector:
+- the blocks of a request that waits for a load are not reused before its `LoadReport`, even if the
   request was aborted;
-- pass evicted blocks to `build_meta` in the step that evicts them, before they are overwritten;
-- call `StoresAhead.names_dropped` for blocks that lose their keys without being evicted, because
-  they may be overwritten or invalid.
+- evicted blocks are passed to `build_meta` in the step that evicts them, before they are
+  overwritten;
+- `StoresAhead.names_dropped` is called for blocks that lose their keys without being evicted,
+  because such blocks may be overwritten or invalid.
 This module depends on no scheduler or model: a `RequestView` stands for an engine's request."""
 
 from __future__ import annotations
@@ -270,7 +271,7 @@ class KVConnectorScheduler(ABC):
 
     @abstractmethod
     def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
-        """Process finished copies. Return the reports of ended loads, for requests to continue."""
+        """Process finished copies. Return the reports of ended loads."""
 
     @abstractmethod
     def has_pending_work(self) -> bool:

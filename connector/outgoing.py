@@ -20,7 +20,7 @@ from .page_keys import GROUP_BYTES, group_of, pages_of
 
 # The most bytes of a job of cold blocks, as evicted blocks of a later step wait for the job.
 AHEAD_BYTES = 16 * 1024**2
-AHEAD_BLOCKS = 128  # the most blocks of such a job: bounds the time in which a step chooses them
+AHEAD_BLOCKS = 128  # the most blocks of a job of cold blocks, which bounds the time to choose them
 AHEAD_JOBS = 2  # in flight
 # Up to so many bytes of cold blocks join the job of evicted blocks, because a separate job costs as
 # much as copying these bytes.

@@ -182,8 +182,8 @@ class Parts:
         most_tokens: int | None = None,
         num_kept: int = 0,
     ) -> int:
-        """Return the length of the longest hit up to `num_positions`, given full attention's
-        hit."""
+        """Return the length of the longest hit up to `num_positions`, whose full-attention blocks
+        are all in the tiers."""
         if not self.is_windowed:
             return num_positions
         search = _Search(self, hierarchy, first, keys, most_tokens, num_kept)
@@ -207,7 +207,8 @@ class Parts:
     def windows(
         self, first: int, num_positions: int, most_tokens: int | None, num_kept: int = 0
     ) -> list[tuple[int, int]]:
-        """Return the index of each windowed part, and its first needed position after `first`."""
+        """Return the index of each windowed part, and its first needed position, counted from
+        `first`."""
         starts = self._starts(first, num_positions, most_tokens, num_kept)
         return [(i, starts[i]) for i, seen in enumerate(self._seen) if seen is not None]
 

@@ -37,7 +37,7 @@ class AdapterName(NamedTuple):
     """The name of an adapter in the keys of its blocks."""
 
     fingerprint: bytes  # 32
-    files: tuple[FileDigest, ...]  # as they were when they were hashed
+    files: tuple[FileDigest, ...]  # the state of the files when they were hashed
 
     @property
     def is_unchanged(self) -> bool:

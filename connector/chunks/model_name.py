@@ -42,7 +42,7 @@ class ModelName(NamedTuple):
     """The name of a model in the identity of its blocks."""
 
     text: str
-    files: tuple[FileDigest, ...]  # as they were when they were hashed
+    files: tuple[FileDigest, ...]  # the state of the files when they were hashed
     unseen: str = ""  # why the files could not be hashed; `text` is then the host's name
 
     @property

@@ -30,7 +30,7 @@ class Supported:
         return self.require_version(importlib.metadata.version(self.package))
 
     def require_version(self, text: str) -> Version:
-        """Return the package's version in `text`. Raises ConfigError if it is unsupported."""
+        """Return the package's version in `text`. Raises ConfigError for an unsupported one."""
         match = _VERSION.match(text)
         version = (int(match[1]), int(match[2]), int(match[3] or 0)) if match else (0, 0, 0)
         if not self.oldest <= version < self.before:

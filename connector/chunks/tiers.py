@@ -157,7 +157,7 @@ class ChunkTiers(ChunkMover):
         return has_ended or piece is not None
 
     def _poll_lookup(self, job: _Job) -> bool:
-        """Update the answers of a look-up. Return whether they are final."""
+        """Update the answers of a look-up. Return whether the answers are final."""
         keys = job.keys
         if not job.begun:
             job.begun = len(keys)

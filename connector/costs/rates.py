@@ -32,9 +32,9 @@ class _Watched:
     ticket: LoadTicket
     began: float
     indices: dict[str, list[int]]  # indices of the blocks being read, by store
-    num_read: dict[str, int]  # how many of these blocks no earlier load reads
+    num_read: dict[str, int]  # how many blocks in `indices` no earlier load reads
     num_bytes: dict[str, int]  # of `num_read` and of earlier blocks being read, by store
-    joined: _Watched | None  # an earlier load that reads a block of this load
+    joined: _Watched | None  # an earlier load that reads a block of the same load
     let_go: bool = False  # the caller needs the load no more
 
 
@@ -59,7 +59,7 @@ class ReadTimes:
         self.queued: Counter[str] = Counter()  # blocks being read, by store
 
     def begin_load(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> LoadTicket:
-        """Begin a load. The caller ends it with `let_go`."""
+        """Begin a load. The caller ends the load with `let_go`."""
         ticket = self._hierarchy.begin_load(keys, context)
         if ticket.waiting:
             self._watch_load(ticket)

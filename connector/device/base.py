@@ -4,7 +4,7 @@
 A device has two streams, one for each direction, and events for points in a stream. On CUDA the
 streams and events are CUDA's. The CPU device uses threads and obeys the same rules, without a GPU.
 
-A caller may rely on this:
+A device guarantees to its caller:
 - copies in one stream run in the order in which they were queued;
 - a copy starts only after every event in its `after` has ended, with or without an error;
 - when an event ends well, all bytes of its copy are in place and visible to all threads; when an
@@ -12,12 +12,12 @@ A caller may rely on this:
 - queueing a copy never waits, and raises DeviceError at once if the queue is full;
 - `notify` is called after the end of each copy, from any thread.
 
-A caller must do this:
-- store a block only after the event of its last writer (`writer_event`), and overwrite it only
+A caller guarantees to the device:
+- a block is stored only after the event of its last writer (`writer_event`), and overwritten only
   after the event of its store;
-- read a block only after the event of its load;
-- not read or write the slots of a copy between the call of `copy` and the end of the copy's event.
-  A device handles no keys, requests or lower tiers."""
+- a block is read only after the event of its load;
+- the slots of a copy are neither read nor written between the call of `copy` and the end of the
+  copy's event. A device handles no keys, requests or lower tiers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Event(Protocol):
         """Wait for the end, `timeout_seconds` at most. Return whether the event has ended."""
 
     def error(self) -> Exception | None:
-        """The exception if the work of this event failed; None until it ends or after success."""
+        """The exception if the work of this event failed; None before the end and after success."""
 
     def seconds(self) -> float:
         """The running time of the event's copy, without its time in the queue; 0 until the copy's
@@ -107,8 +107,8 @@ class CopyDevice(ABC):
 
     def hold_compute(self, events: Sequence[Event], timeout_seconds: float) -> list[Event]:
         """Delay computing on the pool that is queued after this call until the events have ended.
-        Return the events that did not end in time; computing does not wait for them and may
-        overwrite their blocks. Here the caller waits; on CUDA the compute stream waits."""
+        Return the events that did not end in time; computing does not wait for such events and may
+        overwrite the events' blocks. Here the caller waits; on CUDA the compute stream waits."""
         deadline = time.monotonic() + timeout_seconds
         return [event for event in events if not event.wait(max(0.0, deadline - time.monotonic()))]
 

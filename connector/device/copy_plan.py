@@ -7,7 +7,8 @@
 
 Sources are always read in the order of the stream. Stores need this order, because a kernel queued
 before may still write the block. For loads CUDA offers to read the source before earlier work of
-the stream has ended. But a store in the other stream may still write the slot, so loads do not."""
+the stream has ended. But a store in the other stream may still write the slot, so loads obey it
+too."""
 
 from __future__ import annotations
 

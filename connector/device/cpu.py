@@ -212,7 +212,7 @@ class CpuCopyDevice(CopyDevice):
     def register_parts(self, parts: Parts) -> None:
         """Register a pool whose pages are spread over several arrays, instead of `register_pool`.
         Each array holds bytes `[num_blocks, ...]`, with any strides. A page is the bytes of its
-        block in all arrays, in order. Raises InvalidBlock if they do not fit the slab."""
+        block in all arrays, in order. Raises InvalidBlock if the arrays do not fit."""
         if self._slab is None:
             raise DeviceError("the slab must be registered before the pool")
         sizes = [part[0].size for part in parts]

@@ -105,7 +105,7 @@ class CudaApi:
         self._call("cudaStreamDestroy", stream)
 
     def create_event(self) -> int:
-        """Create an event that records its time. Threads that wait for it sleep."""
+        """Create an event that records its time. Waiting threads sleep."""
         event = ctypes.c_void_p()
         self._call("cudaEventCreateWithFlags", ctypes.addressof(event), EVENT_BLOCKING_SYNC)
         return event.value or 0

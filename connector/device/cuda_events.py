@@ -106,7 +106,7 @@ def point_of(event: Event) -> Point | None:
 
 
 def wait_for_point(event: Event, timeout_seconds: float) -> Point | None:
-    """Wait for the event's CUDA point; None if it has none. Raises DeviceError at the timeout."""
+    """Wait for an event's CUDA point; None without one. Raises DeviceError at the timeout."""
     deadline = time.monotonic() + timeout_seconds
     if isinstance(event, CopyEvent) and not event.done():
         event.wait_queued(timeout_seconds)

@@ -104,7 +104,7 @@ class Follows:
         ]
 
     def _hear(self, keys: Sequence[bytes]) -> bool:
-        """Record blocks that other engines have stored. Return whether to look them up."""
+        """Record blocks that other engines have stored. Return whether to look up blocks."""
         now = time.monotonic()
         news = self._news
         for key in keys:

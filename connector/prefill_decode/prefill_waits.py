@@ -74,7 +74,8 @@ class PrefillWaits(PromptsElsewhere):
         offload.elsewhere = Elsewhere.NO
         if len(self.waiting) >= MOST_WAITING or not self._hierarchy.others_are_up:
             return False
-        # A request waits only for full blocks. Later tokens are computed here or in a tier's block.
+        # A request waits only for full blocks. Later tokens are computed here, unless a tier has
+        # them.
         num_full = (request.num_tokens - 1) // self._block_size
         num_full = min(num_full, len(request.block_hashes)) - lookup.first
         num_full = min(num_full, len(lookup.keys) // self._num_parts)
@@ -163,7 +164,7 @@ class PrefillWaits(PromptsElsewhere):
         if is_told:
             return WaitLimit(num_missing, now, compute_seconds, UNMEASURED_SECONDS)
         if seconds is None:
-            return None  # as above
+            return None  # a wait needs a known cost of computing
         there = lookup.keys[: num_there * self._num_parts]
         num_before, since, last = self.follows.newest(there)
         num_before //= self._num_parts
@@ -177,7 +178,8 @@ class PrefillWaits(PromptsElsewhere):
         return limit if limit.decide_end(now) is None else None
 
     def _look_again(self, wait: PrefillWait, now: float) -> None:
-        """Set the alarm for the next check of the wait. Ask the stores again if that is due."""
+        """Set the alarm for the next check of the wait. Look up missing blocks in the stores again,
+        if the next look-up is due."""
         if now >= wait.look_up_at:
             wait.look_up_at = now + LOOK_UP_SECONDS
             self._hierarchy.prefetch_lookup(wait.prompt.missing)

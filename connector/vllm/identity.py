@@ -23,7 +23,7 @@ from ...tiers.block import DTYPE_BYTES, BlockLayout, key_suffix
 from ...tiers.errors import InvalidBlock
 from ...tiers.settings.values import ConfigError
 
-# How many bytes of vLLM's own key follow the block hash; they are the cache group.
+# The bytes of the cache group, which follow the block hash in vLLM's own key.
 GROUP_BYTES = 4
 NAMESPACE = b"vllm-chunk-1\0"
 

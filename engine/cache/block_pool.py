@@ -53,8 +53,8 @@ _evicted_block = partial(tuple.__new__, EvictedBlock)
 
 
 class BlockPool:
-    """A pool of `num_blocks` pages, used by one thread. Page 0, the null block, is never
-    allocated."""
+    """A pool of `num_blocks` pages, used by one thread. Page 0 is the null block, which is never
+    allocated or cached."""
 
     def __init__(self, num_blocks: int, enable_caching: bool = True, width: int = 1) -> None:
         """`width` is the number of pages of a block, and of the groups that share it. A method's

@@ -169,8 +169,8 @@ class StateCheckpoints:
         self, request: Request, computed: int, num_tokens: int, num_spare: int
     ) -> tuple[int, int]:
         """Return how many of the `num_tokens` tokens after `computed` a step may compute of a
-        request, and how many of `num_spare` state slots it uses: one per checkpoint before the
-        end."""
+        request, and how many of `num_spare` state slots it uses: one per checkpoint before the last
+        token."""
         within = self.positions(request, computed, computed + num_tokens - 1)
         if len(within) <= num_spare:
             return num_tokens, len(within)

@@ -49,7 +49,7 @@ class AdapterRegistry:
         return {"loaded": list(self._by_name), "max_adapters": self._config.num_slots}
 
     def load_now(self, name: str, path: Path) -> LoadedAdapter:
-        """Load an adapter and wait for it. Raises ConfigError if it cannot be used."""
+        """Load an adapter before returning. Raises ConfigError for an unusable adapter."""
         self._check_name(name, replaces=False)
         return self._take(LoadAdapter(name, str(path)), self._executor.read_adapter(path))
 
@@ -78,7 +78,7 @@ class AdapterRegistry:
         return gone
 
     def find_adapter(self, name: str) -> Adapter:
-        """Return the adapter with this name. Raises ValueError if there is none."""
+        """Return the adapter named `name`. Raises ValueError for an unknown name."""
         found = self._by_name.get(name)
         if found is None:
             raise ValueError(f"the adapter {format_name(name)} is not loaded")

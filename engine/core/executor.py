@@ -109,7 +109,7 @@ class Executor(ABC):
 
     @abstractmethod
     def drop_adapter(self, fingerprint: bytes) -> None:
-        """Drop an adapter from the worker. No request may have it."""
+        """Drop an adapter, which no request may have, from the worker."""
 
     @abstractmethod
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> ConnectorWorkerOutput | None:

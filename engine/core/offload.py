@@ -101,7 +101,7 @@ def open_tiers(
 
 
 def parts_of(groups: CacheGroups) -> Parts:
-    """Describe the pages of a block of tokens, one per cache group, and each group's reads."""
+    """Describe the pages of a block, one per cache group, and the blocks that a group reads."""
     seen = [None if each.is_full else each.first_seen for each in groups.attention]
     states = [] if groups.state is None else [StatePieces(groups.state.num_pages)]
     return Parts(groups.layout.block_size, [*seen, *states])

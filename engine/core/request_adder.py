@@ -166,7 +166,7 @@ class RequestAdder:
         return outputs
 
     def _take_compiled(self, waiting: Waiting) -> list[TokenOutput]:
-        """Allow a request to run whose grammar is compiled. End it if the compilation failed."""
+        """Allow a request with a compiled grammar to run. End it if the compilation failed."""
         request_id = waiting.message.request_id
         if waiting.compilation.error:
             output = _output_without_grammar(waiting)

@@ -79,7 +79,7 @@ class StepPipeline:
         try:
             self._sample(step)
             result = self.executor.result(step.handle)
-        except Exception as error:  # noqa: BLE001 - it is logged, and told to the requests
+        except Exception as error:  # noqa: BLE001 - logged, and sent with the outputs
             return self._fail_step(output, error)
         if output.num_scheduled_tokens:
             self.num_failed_steps = 0

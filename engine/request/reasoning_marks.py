@@ -134,7 +134,7 @@ class ThoughtCounter:
 
     def count_thoughts(self, token_ids: Iterable[int], *, is_last: bool = False) -> int:
         """Count the thought tokens among the output's next tokens, and return the increase, never
-        less than 0. Tokens that may begin an end mark count if the mark fails, or with
+        less than 0. Tokens that may begin an end mark count once no end mark follows, or with
         `is_last`."""
         before, tracker = self.count, self._tracker
         for token_id in token_ids:

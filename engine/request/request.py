@@ -264,12 +264,12 @@ class Request:
         self.adapter = adapter
         # [num_prompt_tokens, hidden]: the model's input in place of the prompt's tokens.
         self.prompt_embeds = prompt_embeds
-        self.pictures = pictures  # in the order of their tokens
+        self.pictures = pictures  # pictures in prompt order
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         # The first token whose experts are reported (so it is computed); None: no experts.
         self.routed_from = routed_from
         self.pooling = pooling  # see `RequestExtras`
-        self.priority = priority  # lower is earlier, under policies that use it
+        self.priority = priority  # lower comes first, if the policy uses priorities
         # The name of an agent's job, unique to its tenant; b"" without a job.
         self.job = job_key(cache_salt, job_id) if job_id else b""
         self.job_id = job_id

@@ -46,7 +46,7 @@ class OutputWriter:
             and token_id not in progress.end_ids
             and request.repetition_detection is None
         ):
-            return TokenOutput(request.request_id, token_ids)  # the usual case: it goes on
+            return TokenOutput(request.request_id, token_ids)  # usually it continues
         status = check_stop(request, token_id, progress.end_ids, self._max_model_len)
         return self._output_of(request, token_ids, status, now)
 
@@ -200,7 +200,7 @@ class CachedRequestData:
     request_ids: list[str] = field(default_factory=list)
     new_block_ids: list[BlockIds | None] = field(default_factory=list)  # None: no new blocks
     num_computed_tokens: list[int] = field(default_factory=list)
-    resumed_request_ids: set[str] = field(default_factory=set)  # these replace the block table
+    resumed_request_ids: set[str] = field(default_factory=set)  # with a new block table
     # The tokens generated so far by each request in `resumed_request_ids`.
     output_token_ids: dict[str, list[int]] = field(default_factory=dict)
     # The pages with a request's initial states; requests without an entry begin with zeros.

@@ -54,7 +54,7 @@ class RequestQueue(ABC):
 
     @abstractmethod
     def remove_request(self, request: Request) -> bool:
-        """Remove a request from any position. Return whether it was in the queue."""
+        """Remove a request from any position. Return whether the request was in the queue."""
 
     def insert_request(self, request: Request) -> None:
         """Add a request at its position by arrival. The request waited elsewhere before, for

@@ -179,7 +179,7 @@ class RequestStates:
     def preempt(self, request: Request, taker: Request | None = None) -> None:
         """Preempt a running request. The request goes to the head of the queue; if a load still
         writes to its blocks, it first joins the loading requests. `taker` is the request that needs
-        the room; None means memory pressure."""
+        the room (None: memory pressure)."""
         running = self.running
         if running[-1] is request:
             running.pop()

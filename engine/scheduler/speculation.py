@@ -33,7 +33,7 @@ _REQUESTS_BETWEEN_TRIES = 8
 _UNKNOWN_BREAK_EVEN = 0.1
 _LEAST_BREAK_EVEN, _MOST_BREAK_EVEN = 0.02, 0.8
 _PLAIN_STEPS = 4  # measured steps without drafts that a batch size needs before drafts
-_PLAIN_TRIES = 16  # most steps of any kind until these measurements
+_PLAIN_TRIES = 16  # the most steps without drafts before a batch size tries drafts
 _DRAFT_STEPS = 16  # steps with drafts before a batch size is judged
 _LEAST_GAIN = 0.97
 _FIRST_OFF_STEPS = 64
@@ -61,7 +61,7 @@ class _Pace:
     seconds: _Average = field(default_factory=_Average)  # while drafts are in use
     tokens: _Average = field(default_factory=_Average)  # per request, while drafts are in use
     draft_seconds: _Average = field(default_factory=_Average)  # of steps with drafts
-    drafts: _Average = field(default_factory=_Average)  # number of drafts in such steps
+    drafts: _Average = field(default_factory=_Average)  # drafts in steps with drafts
     plain_left: int = _PLAIN_TRIES  # steps still to be made without drafts
     off_steps: int = _FIRST_OFF_STEPS
     num_on: int = 0

@@ -35,7 +35,7 @@ class StepEntry(NamedTuple):
     request: Request
     num_tokens: int  # tokens to compute
     num_computed_tokens: int  # computed before the step
-    num_preemptions: int  # before the step; after another one, its results are dropped
+    num_preemptions: int  # before the step; if it changes, the results are dropped
     block_ids: BlockIds | None  # new for the worker; None: no new blocks
     kind: EntryKind
     num_placeholders: int  # the request's placeholders before the step
@@ -103,7 +103,7 @@ class StepBuilder:
         return any(entry.request is request for entry in self.entries)
 
     def go_on(self, request: Request, num_tokens: int, added: GroupBlocks) -> None:
-        """Add a running request's next `num_tokens`; `added` are the new blocks for them."""
+        """Add a running request's next `num_tokens`; `added` are the new blocks."""
         self._grant(request, num_tokens, self._ids_of(added), EntryKind.GOES_ON)
 
     def decode(self, requests: list[Request]) -> None:
@@ -195,7 +195,8 @@ class StepBuilder:
     def revoke(self, request: Request) -> None:
         """Remove a request from the step. The request's tokens return to the budget, its new blocks
         are released, and the blocks that the step cached are uncached. A running request returns to
-        its state before the step; a starting or resumed request has no blocks and tokens then.
+        its state before the step; a starting or resumed request then has no blocks and no computed
+        tokens.
 
         Raises KeyError if the request is not in the step. Raises RuntimeError, and changes nothing,
         if another request of the step has found blocks that this request was to compute."""

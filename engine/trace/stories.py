@@ -88,7 +88,7 @@ class Story:
         return found
 
     def waits(self) -> dict[tuple[str, str], float]:
-        """Return the seconds of waiting by (obstacle, request that had it); "" is this request."""
+        """Return the seconds of waiting by (obstacle, id of its request; "": this request)."""
         seconds: dict[tuple[str, str], float] = {}
         for span in self.spans:
             if span.state is State.WAITING and span.ended > span.began:

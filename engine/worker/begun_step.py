@@ -23,7 +23,7 @@ class BegunStep:
     output: SchedulerOutput
     result: ModelRunnerOutput
     hidden: Tensor | None = None  # [rows, hidden]; None: no request gets a token
-    rows: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # rows of such requests
+    rows: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # rows that get a token
     drafted: DraftedRows | None = None  # None: each of `rows` has one row of logits
     sampled: SampledStep | None = None  # None: before `sample`, or no row gets a token
     error: Exception | None = None  # an error after the forward pass was launched

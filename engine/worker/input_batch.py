@@ -37,10 +37,10 @@ class WorkerRequest:
     output_token_ids: list[int] = field(default_factory=list)
     has_prompt_tokens: bool = True  # False: the prompt is embeddings
     pooling: str = ""  # the wanted hidden states of the prompt
-    cache_salt: bytes = b""  # the salt of its tenant
+    cache_salt: bytes = b""  # the salt of the request's tenant
     num_likeliest: int = 0  # see `NewRequestData`
     routed_from: int | None = None  # see `NewRequestData`
-    adapter: bytes = b""  # the fingerprint of its adapter; b"": none
+    adapter: bytes = b""  # the fingerprint of the request's adapter; b"": none
 
     @property
     def num_tokens(self) -> int:
@@ -60,9 +60,9 @@ class ExpectedTokens(NamedTuple):
     """The tokens that the device is still sampling in a step, one for each request."""
 
     requests: list[WorkerRequest]
-    rows: IntArray  # their rows at the time of `expect_tokens`
+    rows: IntArray  # the requests' rows when `expect_tokens` was called
     positions: IntArray  # [requests] positions of the tokens
-    num_updates: int  # number of batch updates at that time
+    num_updates: int  # number of batch updates when `expect_tokens` was called
 
 
 class InputBatch:
@@ -262,7 +262,7 @@ class InputBatch:
             self.num_draft_computed[row] = num_draft_computed
 
     def row_of_request(self, request: WorkerRequest) -> int | None:
-        """Return the row of this request, not of another with the same id; None if it has left."""
+        """Return the row of `request`, not of another with its id; None if `request` has left."""
         row = self.row_of.get(request.request_id)
         return row if row is not None and self.requests[row] is request else None
 

@@ -119,10 +119,10 @@ def _memory_of(device: torch.device) -> str:
 def zeroed_memory(num_bytes: int) -> Tensor:
     """Allocate `[num_bytes]` uint8 zeros, in huge pages if the system has some. If `num_bytes`
     exceeds AT_ONCE_BYTES, only the first pages are allocated at once. A thread with the lowest
-    priority touches the remaining pages, so that the system allocates them; it ends when it is done
-    or when the memory is freed. Without the compiled library or the thread, the system allocates
-    each page at its first use. Raises OSError or RuntimeError if the system cannot allocate the
-    memory."""
+    priority touches the remaining pages, so that the system allocates them, and ends with the last
+    page or when the memory is freed. Without the compiled library or the thread, the system
+    allocates each page at its first use. Raises OSError or RuntimeError if the system cannot
+    allocate the memory."""
     if num_bytes <= AT_ONCE_BYTES:  # by malloc, which may reuse the pages of an earlier pool
         memory = torch.empty(num_bytes, dtype=torch.uint8)
         ask_for_huge_pages(memory)

@@ -21,7 +21,7 @@ from ..request.routed_rows import RoutedRows
 from ..scheduler.output import ModelRunnerOutput
 from .input_batch import InputBatch, WorkerRequest
 
-_ONE_BYTE = 256  # so many experts have numbers of one byte
+_ONE_BYTE = 256  # the most experts whose numbers fit into one byte
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class _Record:
 
 
 class RoutedExpertsCollector:
-    """The requests that get their experts. Each step calls `record_step`, then `deliver_rows`."""
+    """The present requests for experts. Each step calls `record_step`, then `deliver_rows`."""
 
     def __init__(self, chosen: Tensor, num_experts: int, max_model_len: int) -> None:
         """`chosen` is int32 `[layers, tokens, experts of a token]`; each step overwrites it."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StrataConnector, a KV connector of vLLM. vLLM makes one in its scheduler and one in each worker,
-and calls all of them in every step. The class passes each call to its `SchedulerRole` or
-`WorkerRole`. docs/vllm.md describes the configuration.
+"""StrataConnector, a KV connector of vLLM. vLLM makes one connector in its scheduler and one in
+each worker, and calls all connectors in every step. The class passes each call to its
+`SchedulerRole` or `WorkerRole`. docs/vllm.md describes the configuration.
 
     scheduler   get_num_new_matched_tokens → update_state_after_alloc → build_connector_meta
     worker      handle_preemptions → (forward pass) → get_transfer_results → report
@@ -87,7 +87,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
             settings_in(vllm_config)
             self._worker = WorkerRole(plan_pages(kv_cache_config), vllm_config.parallel_config.rank)
 
-    # Both
+    # Calls of both roles
 
     def shutdown(self) -> None:
         """Write unwritten blocks, and release all. Idempotent. No effect in a forked process."""
@@ -100,7 +100,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.shutdown()
 
     def get_kv_connector_stats(self) -> StrataStats | None:
-        """Return the tiers' statistics if they are due, else None."""
+        """Return the tiers' statistics; None if no report is due."""
         if self._scheduler is None or not self._stats.is_due:
             return None
         try:
@@ -137,7 +137,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> StrataPromMetrics:
         return StrataPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    # In vLLM's scheduler
+    # Calls in vLLM's scheduler
 
     @property
     def _role_in_scheduler(self) -> SchedulerRole:
@@ -204,7 +204,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         return self._role_in_scheduler.reset()
 
-    # In vLLM's worker
+    # Calls in vLLM's worker
 
     @property
     def _role_in_worker(self) -> WorkerRole:

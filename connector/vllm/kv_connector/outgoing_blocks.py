@@ -18,7 +18,7 @@ NEAR_BLOCKS = 256
 
 
 class OutgoingBlocks:
-    """Chooses the blocks of one pool to store. Not thread-safe."""
+    """Chooses the blocks of one pool to store. The class is not thread-safe."""
 
     def __init__(self, *, stores_all: bool) -> None:
         self._stores_all = stores_all

@@ -162,7 +162,7 @@ class SchedulerRole:
                 for column in self._columns.all
             ]
         )
-        self._loads[request.request_id] = load  # its end is always reported to vLLM
+        self._loads[request.request_id] = load  # the end of the load is always reported to vLLM
         self._safely(self._begin_load, None, request, load, first, num_tokens)
 
     def hits_of(self, request_id: str) -> tuple[int, list[str]]:
@@ -217,7 +217,7 @@ class SchedulerRole:
         return self._safely(self._events.drain_events, [], self._slab.keys)
 
     def reset(self) -> bool:
-        """Drop all blocks of every tier. Return whether this succeeded."""
+        """Drop all blocks of every tier. Return whether the reset succeeded."""
         return self._safely(self._reset, False)
 
     def stats(self) -> dict[str, Any]:
@@ -246,7 +246,7 @@ class SchedulerRole:
         if watch is not None:
             watch.close()
 
-    # The bodies of these calls may raise
+    # The bodies of the calls of vLLM's scheduler, which may raise
 
     def _on_new_request(self, request: Any) -> None:
         view = self._view(request)

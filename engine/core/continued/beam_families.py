@@ -2,8 +2,8 @@
 """BeamFamilies: the active beam searches, and the requests that compute their present rounds.
 
 Every beam of a round is a request for one token. When all requests of a round have ended, the
-requests of the next round continue in the blocks of their parent beams. The scheduler keeps these
-blocks until then. The scheduler treats a beam's request like a client's request."""
+requests of the next round continue in the blocks of their parent beams, which the scheduler keeps
+until then. The scheduler treats a beam's request like a client's request."""
 
 from __future__ import annotations
 

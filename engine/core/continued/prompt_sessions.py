@@ -65,7 +65,7 @@ class PromptSession:
         return self.message.request_id
 
     def take_tokens(self) -> TokenArray:
-        """Remove and return the tokens that are in no request yet. The caller puts them into a
+        """Remove and return the tokens that are in no request yet, for the caller's next
         request."""
         taken = np.concatenate([_NO_TOKENS, *self.tokens])
         self.tokens.clear()

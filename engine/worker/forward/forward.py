@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of the classes that compute a step's forward pass. They differ in their attention.
+"""The interface of the classes that compute a step's forward pass, each with another attention.
 
     in place   the CPU library's kernels read the pool without a copy: `in_place_forward.py`
     gather     torch's attention over gathered blocks, on a CPU without the library (this module)

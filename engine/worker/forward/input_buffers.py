@@ -52,7 +52,7 @@ class InputBuffers:
     ) -> None:
         """`max_blocks` is the minimum width of the block tables; there is one table for each cache
         group. `views` are the model's views (see `grouped_attention.py`). `split_planner` plans how
-        programs share the contexts of decodes; None means that no plan is needed."""
+        programs share the contexts of decodes (None: no plan is needed)."""
         self._runtime = runtime
         self._views = tuple(views)
         # Rows are aligned to 16 bytes. Triton would compile anew for other addresses, and a step's

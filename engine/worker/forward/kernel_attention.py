@@ -166,8 +166,7 @@ def split_chunks(chunks: Chunks, gathered: GatheredPrefill | None, num_rows: int
 
 class KernelAttention:
     """Attention of one model over one KV pool, by kernels. `gathered` is the library that computes
-    long chunks of layers without a window; None means that the prefill kernel computes all
-    chunks."""
+    long chunks of layers without a window (None: the prefill kernel computes all chunks)."""
 
     def __init__(
         self,
