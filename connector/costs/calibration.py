@@ -25,8 +25,8 @@ class Calibration(TierEstimates):
     """Times loads before the first request, so that the first choice between loading and computing
     uses measured rates.
 
-    stores   each store reads some of its blocks and discards them slab     empty slots are copied
-    to unused blocks of the pool"""
+    stores   each store reads some of its blocks and discards them
+    slab     empty slots are copied to unused blocks of the pool"""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._economics = context.economics

@@ -6,8 +6,8 @@
      └─ slots that are not (or not yet) → through a page-locked buffer, or by the driver
 
 Sources are always read in the order of the stream. Stores need this order, because a kernel queued
-before may still write the block. For loads CUDA offers to read the source before earlier work of
-the stream has ended. But a store in the other stream may still write the slot, so loads obey it
+before may still write the block. CUDA could read the source of a load before earlier work of the
+stream has ended. But a store in the other stream may still write the slot, so loads need the order
 too."""
 
 from __future__ import annotations

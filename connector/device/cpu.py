@@ -46,7 +46,7 @@ class CpuEvent:
         self._gate: threading.Lock | None = None  # held until the end; None without a waiter
         self._error: Exception | None = None
         self._seconds = 0.0
-        self.digests: list[bytes] | None = None  # a list if digests are wanted
+        self.digests: list[bytes] | None = None  # a list if digests are to be made
         self.pages: Bytes | None = None  # the slab's pages to hash
 
     def mark_done(self, error: Exception | None = None, seconds: float = 0.0) -> None:

@@ -34,7 +34,7 @@ from .cuda_staging import StagingBuffer
 log = logging.getLogger(__name__)
 
 ROUNDS = 3
-MOST_COPIES = 256  # in a round; some ways take microseconds for a copy
+MOST_COPIES = 256  # copies in a measured round; some ways take microseconds for a copy
 Rates = dict[Way, float]
 
 GB = 1e9

@@ -51,8 +51,8 @@ class _Rows(NamedTuple):
 
 class Fp8Codec(Codec):
     """e4m3 with scales, for bfloat16, float16 and float32. A decoded number differs from the
-    original x by at most max(|x| / 16, s / 1024). s is a power of two, at most 1/224 of the largest
-    number of the row (K or V of one token in one head)."""
+    original x by at most max(|x| / 16, s / 1024). The scale s is a power of two, at most 1/224 of
+    the largest number of the row (K or V of one token in one head)."""
 
     name = "fp8"
     number = 2

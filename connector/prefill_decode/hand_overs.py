@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-overs: blocks are written to a store, and kept there until other engines have loaded them.
+"""Hand-overs: blocks are written to a store, and leased there for other engines to load them.
 
     hand_over ──► moving ──(the shared store probably has the blocks)──► leasing ──► ended
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """WaitLimit: decides when and how a request's wait for another engine's prefill ends.
 
-whole     all full blocks of the prompt can be loaded slow      this engine computes the missing
-blocks quicker than the other engine stores them stalled   no new block can be loaded for too long
-capped MOST_SECONDS have passed lost      the store that engines share is down, or all tiers were
-cleared gone the request itself has ended"""
+whole     all full blocks of the prompt can be loaded
+slow      this engine computes the missing blocks quicker than the other engine stores them
+stalled   no new block can be loaded for too long
+capped    MOST_SECONDS have passed
+lost      the store that engines share is down, or all tiers were cleared
+gone      the request itself has ended"""
 
 from __future__ import annotations
 
@@ -113,7 +115,7 @@ class PrefillWait:
 
     limit: WaitLimit
     prompt: FollowedPrompt
-    positions: list[int]  # number of leading positions for each `num_there` of the prompt
+    positions: list[int]  # `num_there` of the followed prompt → number of leading positions
     began: float
     look_up_at: float = field(init=False)
     look_at: float = field(init=False)  # next look-up, even if no block comes

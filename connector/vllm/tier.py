@@ -126,7 +126,7 @@ class StrataTier(SecondaryTierManager):
         return bool(self._jobs)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Return the default context: vLLM then offers chunks as they are computed."""
+        """Return the default context, by which vLLM offers chunks once they are computed."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:

@@ -77,7 +77,8 @@ class Transfers(ChunkMover):
         self._thread.start()
 
     def store(self, job_id: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
-        """Copy missing rows while there is room. Rows must not change until the job has ended."""
+        """Store rows that no tier has, while there is room. Rows must not change before the job's
+        end."""
         row_of = dict(zip(keys, rows, strict=True))
         with self.lock:
             self._num_open += 1

@@ -77,8 +77,8 @@ class KeptBlocks:
 
 
 def num_common_tokens(ended: Request, request: Request) -> int:
-    """Return how many tokens a request need not compute if it continues an ended one: the ended
-    request's prompt, but never the new request's last token, whose logits are needed."""
+    """Return how many tokens `request` need not compute if it continues `ended`: the prompt of
+    `ended`, but never the last token of `request`, whose logits are needed."""
     return min(ended.num_prompt_tokens, request.num_tokens - 1)
 
 

@@ -94,7 +94,8 @@ class EngineCore:
         self._placement = placement_of(config)
         device = self._placement.device
         if max_steps_in_flight is None:
-            # A CPU on the core's own thread computes and schedules in turn, with no overlap.
+            # With a CPU in the core's process, one thread computes and schedules in turn, without
+            # overlap.
             overlaps = config.executor == "mp" or device.type != "cpu"
             max_steps_in_flight = 2 if config.async_scheduling and overlaps else 1
         self._dtype = dtype_for(config, self.spec, device)

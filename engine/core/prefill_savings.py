@@ -39,7 +39,7 @@ class PrefillSavings:
         self._rate = PrefillRate() if rate is None else rate
         self._row_seconds: dict[int, float] = {}  # of a step without prompts, by log2 of its rows
         self._recorded: dict[str, float] = {}  # last value of each of the scheduler's counts
-        self.saved_seconds: dict[str, float] = {}  # by source (`pool` or a tier)
+        self.saved_seconds: dict[str, float] = {}  # saved seconds by source (`pool` or a tier)
 
     @property
     def seconds_per_token(self) -> float | None:

@@ -107,7 +107,7 @@ class ExtendPrompt(msgspec.Struct, tag="extend", array_like=True):
     # Little-endian int32. Empty: the client has sent a part whose tokens are not certain yet.
     prompt_token_ids: bytes
     is_last: bool = False
-    # How many of the tokens sent before belong to the prompt; -1: all of them.
+    # How many of the tokens in earlier parts belong to the prompt; -1: all of these tokens.
     num_kept: int = -1
 
 

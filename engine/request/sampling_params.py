@@ -84,9 +84,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     probability is below `min_p` times the likeliest token's. `seed` makes the draws of this request
     independent of the rest of the batch. `stop` may be one string, `logit_bias` may be a map, and
     lists may replace tuples. `logprobs` N asks for the log-probability of each new token and of the
-    N likeliest tokens at its position; `prompt_logprobs` asks for the same in the prompt. The front
-    sets `bad_words_token_ids` by tokenizing `bad_words`. `thinking_token_budget` is the most tokens
-    of a thought, the text between the marks `reasoning_start_token_ids` and
+    N likeliest tokens at its position; `prompt_logprobs` N requests the same of each prompt token.
+    The front sets `bad_words_token_ids` by tokenizing `bad_words`. `thinking_token_budget` is the
+    most tokens of a thought, the text between the marks `reasoning_start_token_ids` and
     `reasoning_end_token_ids`; the front sets these marks to the model's. Without marks the budget
     has no effect. `structured_outputs` restricts the answer's form. `extra_args` are copied. `n` is
     the number of answers; the front makes a request for each by `child_params`. Raises ValueError,

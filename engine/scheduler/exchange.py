@@ -50,8 +50,8 @@ class ConnectorExchange:
         # most a quarter of the pool.
         two_steps = 2 * -(-config.max_num_batched_tokens // manager.block_size) * manager.num_groups
         self._soon_taken = min(two_steps, self._pool.num_blocks // 4)
-        # Half of `_soon_taken` is stored at a time, so that the blocks of one step remain stored at
-        # the front of the queue.
+        # Half of `_soon_taken` blocks are stored at a time, so that stored blocks for one step
+        # remain at the front of the queue.
         self._least_ahead = max(MIN_AHEAD_BLOCKS, self._soon_taken // 2)
 
     def build_meta(self, evicted: Sequence[EvictedBlock]) -> ConnectorMetadata:

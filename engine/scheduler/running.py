@@ -114,7 +114,7 @@ class RunningRound:
                 and 0 < computed % block_size < last_offset
                 and computed == request.num_told_tokens
             ):
-                # In the middle of a block: the slot exists, and the block does not become full.
+                # A decode in the middle of a block has a slot, and does not fill the block.
                 decodes.append(request)
                 continue
             if num_tokens <= 0:  # the request waits for a copy or for tokens being sampled

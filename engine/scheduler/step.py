@@ -107,8 +107,8 @@ class StepBuilder:
         self._grant(request, num_tokens, self._ids_of(added), EntryKind.GOES_ON)
 
     def decode(self, requests: list[Request]) -> None:
-        """Add one token for each request, in a block that the request has already. Faster than
-        `go_on`: only `num_scheduled_tokens` names these requests to the worker."""
+        """Add one token for each request, in a block that the request has already. The method is
+        faster than `go_on`: only `num_scheduled_tokens` names these requests to the worker."""
         entries, runs_ahead = self.entries, self.runs_ahead
         speculates = self.speculation is not None
         for request in requests:

@@ -55,8 +55,8 @@ class InputBuffers:
         programs share the contexts of decodes (None: no plan is needed)."""
         self._runtime = runtime
         self._views = tuple(views)
-        # Rows are aligned to 16 bytes. Triton would compile anew for other addresses, and a step's
-        # chunks may begin in any row.
+        # Table rows are aligned to 16 bytes. Triton would compile kernels again for other
+        # alignments, and a step's chunks may begin in any row.
         max_blocks = -(-max_blocks // _BLOCKS_ALIGNED) * _BLOCKS_ALIGNED
 
         def make(size: int, dtype: torch.dtype = torch.int64) -> _Buffer:

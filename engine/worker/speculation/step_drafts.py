@@ -85,7 +85,7 @@ class StepDrafts:
     ) -> None:
         """Add new drafts to the result, for requests that got tokens in this step. A request that
         has left the batch gets no drafts, even if a new request has its id. Blocks after a
-        request's last token, which old drafts used, are removed from its row."""
+        request's last token, which old drafts used, are removed from the request's row."""
         if self._proposer is not None and output.wanted_drafts:
             self._propose(self._proposer, output.wanted_drafts, requests, result)
         given = output.wanted_drafts.keys() | output.draft_token_ids.keys()
