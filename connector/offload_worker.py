@@ -173,7 +173,7 @@ class OffloadWorker(KVConnectorWorker):
     def _pop_ended_copies(
         self, running: dict[int, Event], finished: list[int], failed: list[int]
     ) -> dict[int, Event]:
-        """Remove the jobs that have ended from `running`. Return their events by job id."""
+        """Remove the jobs that have ended from `running`. Return the jobs' events by id."""
         ended = {job_id: event for job_id, event in running.items() if event.done()}
         for job_id, event in ended.items():
             del running[job_id]

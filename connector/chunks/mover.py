@@ -105,7 +105,8 @@ class ChunkMover(ABC):
 
     @abstractmethod
     def _turn(self) -> bool:
-        """Do due work, one copy at most. Return whether work was due. Called without the lock."""
+        """Do due work, one copy at most. Return whether work was due. The caller does not hold the
+        lock."""
 
     @abstractmethod
     def _give_back(self) -> None:

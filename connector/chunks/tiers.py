@@ -23,7 +23,7 @@ from .mover import LOOK_SECONDS, Assembly, ChunkMover, Parts
 BUSY_SECONDS = 0.02
 # The most waiting jobs of a kind; further jobs are refused at once.
 MAX_JOBS = 4096
-# One store at a time may use 1/8 of the slab, and all loads together 1/2.
+# A store copies at most 1/8 of the slab at a time; all loads together use at most 1/2 of the slab.
 STORE_SHARE, LOAD_SHARE = 8, 2
 
 

@@ -48,7 +48,7 @@ class Surroundings(ABC):
 
     @abstractmethod
     def gate(self, device: CopyDevice) -> Gate:
-        """Make a closed gate. Several gates may exist, and be opened in any order."""
+        """Make a closed gate. Several gates may exist, and may be opened in any order."""
 
     def write(self, pool: torch.Tensor, block_id: int, value: int) -> None:
         """Fill a block with `value` like a forward pass: on a GPU, after all queued kernels."""

@@ -49,7 +49,7 @@ class Follows:
     def __init__(self, hierarchy: Hierarchy, alarm: Alarm) -> None:
         self._hierarchy = hierarchy
         self._alarm = alarm
-        self.prompts: list[FollowedPrompt] = []  # followed now
+        self.prompts: list[FollowedPrompt] = []  # the prompts followed now
         self._room = int(SHARE * hierarchy.num_slots)  # slots
         self._is_watching = False
         self._news: dict[bytes, float] = {}  # other engines' blocks → their times, the oldest first

@@ -21,7 +21,7 @@ IntArray = npt.NDArray[np.int64]
 
 class AddedRow(NamedTuple):
     """A request that was put into a row. `output_token_ids` is the request's own list, which grows,
-    so a reader always sees the newest tokens."""
+    so a reader always has the newest tokens."""
 
     row: int
     params: SamplingParams

@@ -158,7 +158,7 @@ class BlockPool:
 
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
         """Allocate `count` blocks from the front of the free queue, or raise RuntimeError if there
-        are fewer. The blocks lose their keys; `take_evicted` returns the cached, computed ones."""
+        are fewer. The blocks lose their keys; `take_evicted` returns evicted computed blocks."""
         blocks = self.free_queue.popleft_n(count)
         self._cold.num_unseen += count
         self.residency.taken(blocks)
@@ -289,7 +289,7 @@ class BlockPool:
         self._tell_dropped = tell
 
     def offer_all(self) -> None:
-        """Queue every computed block for `take_fresh` from now on, not only offered ones."""
+        """Queue every computed block for `take_fresh` from now on, not only offered blocks."""
         self._offers_all = True
 
     def begin_step(self, step_id: int) -> None:

@@ -9,7 +9,7 @@ the null block replaces them:
     table of a window    0  0  0  17  4  9        held: 17, 4, 9
 
 A *hit* of n blocks needs the blocks that the next token reads: with full attention all n blocks,
-with local attention the last ones.
+with local attention the last blocks.
 
 `KVCacheManager` owns the tables. The group managers differ by the kind of attention."""
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV cache manager: allocates blocks to requests, or refuses and changes nothing.
 
-The tokens of one request, as `allocate_slots` sees them:
+The tokens of one request in a call of `allocate_slots`:
 
     | computed | newly computed | external | new  |
     |  held    |  hits, to be   | to be allocated |
@@ -58,7 +58,7 @@ class KVCacheManager:
         num_state_pages: int = 0,
         state_interval: int = 0,
     ) -> None:
-        """`attention` is the kind of attention of each cache group; without it there are
+        """`attention` is the kind of attention of each cache group; without `attention` there are
         `num_groups` groups with full attention. `most_step_tokens`, the most tokens of a request in
         one step, limits the blocks of groups with windows. `hash_block_size` is the number of
         tokens per digest in `Request.block_hashes`, by default the block size; no option sets it
@@ -135,8 +135,8 @@ class KVCacheManager:
         )
 
     def num_reserved(self, wanted: Mapping[str, int]) -> int:
-        """Return the most free pages that requests take until each has computed as many tokens as
-        `wanted` says, even if they share blocks and one of them ends."""
+        """Return the most free pages that requests take until each has computed its number of
+        tokens in `wanted`, even if requests share blocks and a request ends."""
         num_blocks = sum(
             [
                 group.num_reserved(table, num_tokens)

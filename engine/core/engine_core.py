@@ -72,7 +72,7 @@ class EngineCore:
 
     A ConfigError, for settings, a model directory or tiers that cannot work, leaves nothing open.
     `progress` is called with a line for each phase of the start. Up to `max_steps_in_flight` steps
-    are in flight; the default is two if steps are scheduled while others are computed, else one.
+    are in flight; the default is 2 if a step is scheduled while another is computed, else 1.
     `observer` is called with every decision, and must change none."""
 
     def __init__(

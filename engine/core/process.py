@@ -43,7 +43,7 @@ logger = logging.getLogger("stratakv.engine.core.process")
 
 _HIGH_WATER_MESSAGES = 1024
 _LINGER_MILLISECONDS = 2000
-# The time to send the last message, if the client does not read; the tiers must still be written.
+# The longest wait to send the last message to a client; the tiers must still be written then.
 _LAST_WORDS_SECONDS = 5.0
 _POLL_MILLISECONDS = 500
 # Added to the time for an orderly shutdown, for the step that is running.
@@ -79,7 +79,7 @@ class CoreServer:
             reader.start()
             self._send_to_client(core.ready())
             return 0 if self._loop.run() else EXIT_FAILED
-        except Exception as error:  # noqa: BLE001 - the client is told of the error
+        except Exception as error:  # noqa: BLE001 - the error is sent to the client
             return self._report_fatal(error)
         finally:
             self._ended.set()

@@ -60,8 +60,8 @@ class StepPipeline:
     _last_ended: float = field(init=False, default=0.0)  # when the last result came
 
     def run_step(self) -> list[TokenOutput]:
-        """Begin steps until `depth` are in flight. Process the result of the oldest and return its
-        outputs. An error of the worker ends the requests of this step and all later steps in
+        """Begin steps until `depth` are in flight. Process the result of the oldest step and return
+        its outputs. An error of the worker ends the requests of this step and all later steps in
         flight.
 
         Raises RuntimeError if the worker cannot recover (after MAX_FAILED_STEPS in a row, or with a
@@ -121,7 +121,7 @@ class StepPipeline:
             try:
                 self._sample(step)
                 result = self.executor.result(step.handle)
-            except Exception as error:  # noqa: BLE001 - later steps than a failed one should fail
+            except Exception as error:  # noqa: BLE001 - steps after a failed step should fail
                 logger.debug("a step was given up: %s", error)
             outputs += self.continuations.take(self.scheduler.give_up_step(output, result))
         return outputs

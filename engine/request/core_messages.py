@@ -46,8 +46,7 @@ class RequestExtras(
     msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, frozen=True
 ):
     """Optional fields of an `AddRequest`. The fields are encoded by name, so a new field does not
-    change the array layout of `AddRequest`. A core refuses a request with a field that it does not
-    know."""
+    change the array layout of `AddRequest`. A core refuses a request with an unknown field."""
 
     session: str = ""  # the same for all turns of a conversation or of an agent's job
     is_last_step: bool = False  # no other turn of the job follows

@@ -114,7 +114,7 @@ class LoadKind(enum.Enum):
     """The kind of a KV load from a tier that is under way for a request."""
 
     BLOCKING = "blocking"  # the request computes nothing until the connector reports the load
-    OVERLAPPED = "overlapped"  # the request runs meanwhile
+    OVERLAPPED = "overlapped"  # the request runs during the load
 
 
 @dataclass(slots=True)
@@ -262,14 +262,14 @@ class Request:
         self.arrival_seconds = time.monotonic() if arrival_seconds is None else arrival_seconds
         self.cache_salt = cache_salt
         self.adapter = adapter
-        # [num_prompt_tokens, hidden]: the model's input in place of the prompt's tokens.
+        # [num_prompt_tokens, hidden]: the model's input instead of the prompt's token ids.
         self.prompt_embeds = prompt_embeds
         self.pictures = pictures  # pictures in prompt order
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
         # The first token whose experts are reported (so it is computed); None: no experts.
         self.routed_from = routed_from
         self.pooling = pooling  # see `RequestExtras`
-        self.priority = priority  # lower comes first, if the policy uses priorities
+        self.priority = priority  # a lower number comes first, if the policy uses it
         # The name of an agent's job, unique to its tenant; b"" without a job.
         self.job = job_key(cache_salt, job_id) if job_id else b""
         self.job_id = job_id

@@ -278,7 +278,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnreadExtraArgs(ValueError):
-    """The request has `extra_args` that no logits processor of this engine reads."""
+    """The error for a request with `extra_args` that no logits processor of this engine reads."""
 
 
 def check_params_for_embeds(params: SamplingParams) -> None:

@@ -37,7 +37,7 @@ class ConnectorExchange:
         *,
         fails_with_load: bool = False,
     ) -> None:
-        """`fails_with_load`: see `Scheduler`."""
+        """`fails_with_load`: whether requests whose load failed end with an error."""
         self._states = states
         self._writer = writer
         context = states.context

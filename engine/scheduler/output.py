@@ -211,10 +211,10 @@ class CachedRequestData:
 class SchedulerOutput:
     """A step in the form that the worker receives.
 
-    The worker computes steps in the order of their ids. After a failed step the worker may not know
-    the requests that the step introduced. The worker therefore refuses later steps that were
-    scheduled before the scheduler knew of the failure (`last_failed_id`). The scheduler fails these
-    steps together with the failed one."""
+    The worker computes steps in the order of their ids. After a failed step the worker may lack the
+    requests that were new in the step. The worker therefore refuses later steps that were scheduled
+    before the scheduler knew of the failure (`last_failed_id`). The scheduler fails these steps
+    together with the failed one."""
 
     new_requests: list[NewRequestData]
     cached_requests: CachedRequestData
@@ -245,7 +245,7 @@ class SchedulerOutput:
 class ModelRunnerOutput:
     """The worker's results of a step. A request in the middle of its prompt has no token."""
 
-    sampled_token_ids: dict[str, list[int]]  # request id → new tokens (empty: prefill goes on)
+    sampled_token_ids: dict[str, list[int]]  # request id → new tokens (empty: still prefill)
     nan_request_ids: set[str] = field(default_factory=set)  # requests whose logits were not finite
     banned_request_ids: set[str] = field(default_factory=set)  # the parameters ban every token
     # Requests for which another package's logits processor raised → the error text.

@@ -2,7 +2,7 @@
 """Pins: KV blocks of an agent's finished request, kept in the pool for the agent's next request.
 
 A *job* is an agent's sequence of requests with one `job_id`. Each request (a *turn*) contains the
-text of the earlier ones, and a tool runs between two turns. When a turn ends, its blocks are
+text of the earlier turns, and a tool runs between two turns. When a turn ends, its blocks are
 pinned, unless it is the job's last turn or the tool is expected to take longer than
 THRESHOLD_SECONDS. A pin lasts PIN_SECONDS at most. A later turn's pin replaces the job's earlier
 pin, because both turns share blocks.

@@ -148,8 +148,8 @@ class SortedQueue(RequestQueue):
 
 
 class SchedulingPolicy(ABC):
-    """An order of requests. The engine's step thread calls the methods, which must return quickly
-    and must not change a request."""
+    """A scheduling policy: an order of requests. The engine's step thread calls the methods, which
+    must return quickly and must not change a request."""
 
     # Whether deferred requests come before all other requests, whatever `turn` returns.
     deferred_first = False

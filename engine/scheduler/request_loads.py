@@ -37,7 +37,7 @@ class RequestLoads:
         self._manager = context.manager
         self._connector = context.connector
         self._overlapped_loads = context.connector.overlapped_loads
-        # Requests with a blocking load, including ended ones.
+        # Requests with a blocking load, including ended requests.
         self.blocking: list[Request] = []
         self.num_overlapped = 0  # running requests with an overlapped load
         # Requests with a failed overlapped load, and the reason, for `take_failures`. Read only.
@@ -127,7 +127,7 @@ class RequestLoads:
         """End an overlapped load. Return None if a copy still writes to the request's blocks."""
         request.progress.load = None
         self.num_overlapped -= 1
-        assert self._overlapped_loads is not None  # as above
+        assert self._overlapped_loads is not None  # a request has such a load
         report = self._overlapped_loads.end_load(request.request_id)
         if report is not None and report.failure:
             self.failures.append((request, report.failure))

@@ -54,7 +54,7 @@ class RequestStates:
         self.kept = KeptBlocks(context.manager)
         self.awaiting_grammar: dict[Request, RequestContext] = {}
         self.num_forking = 0  # requests that wait for the prompt of another one
-        # Ended and preempted requests that the worker has not been told of yet.
+        # Ids of ended and preempted requests for the next step to send to the worker.
         self.finished_ids: set[str] = set()
         self.preempted_ids: set[str] = set()
         self._has_ended = False  # a request has ended since the last sweep
@@ -155,8 +155,8 @@ class RequestStates:
                 self.context.connector.request_queued(request, forks[request])
 
     def take_reports(self, reports: Iterable[LoadReport]) -> list[tuple[Request, LoadReport]]:
-        """Queue the requests whose blocking loads have ended. Return the unfinished ones, each with
-        the report of its load."""
+        """Queue the requests whose blocking loads have ended. Return the unfinished requests, each
+        with the report of its load."""
         going_on = []
         for report in reports:
             request = self.requests.get(report.request_id)

@@ -134,8 +134,8 @@ class RunningRound:
 
     def _make_room(self, request: Request, step: StepBuilder, decodes: list[Request]) -> bool:
         """Release the blocks of a pin, of a finished load or of a request that the policy chooses.
-        Return False if `request` still lacks room, because it was chosen itself, it is the only
-        running request, or a copy still writes to the chosen request's blocks."""
+        Return False if `request` still lacks room, because the policy chose `request`, no other
+        request runs, or a copy still writes to the chosen request's blocks."""
         states = self._states
         if states.release_pin(request):
             return True

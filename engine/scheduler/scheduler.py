@@ -11,8 +11,8 @@ No request can block all others:
 
 - While requests hold more than the fraction `preempt_above` of the pool, the last request in the
   policy's order (fcfs: the last admitted request) is preempted. From the fraction `admit_below` on,
-  no request is admitted (`pressure.py`). The only running request is never preempted; an idle one
-  admits one.
+  no request is admitted (`pressure.py`). The only running request is never preempted; an idle
+  scheduler always admits a request.
 - The first running request in the policy's order is never preempted. If this request lacks room, it
   takes blocks from waiting requests whose load has ended, then from running requests, beginning
   with the last. If loads in flight still hold too many blocks, the request keeps its own blocks and
@@ -57,7 +57,7 @@ from .speculation import Speculation
 from .step import NO_STEP, ONE_STEP, EntryKind, Pipelining, StepBuilder, StepEntry, StepInFlight
 from .waiting.admission import Admission
 
-# The longest time until a deferred request asks the tiers again, in case a wake-up is lost.
+# The longest time until a deferred request is looked up again, in case a wake-up is lost.
 RETRY_SECONDS = 0.02
 
 
@@ -172,8 +172,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """The number of unfinished requests that do not run; loading ones count, but not requests
-        whose grammar is being compiled."""
+        """The number of unfinished requests that do not run, including loading requests, without
+        requests whose grammar is being compiled."""
         states = self._states
         return states.num_unfinished - len(states.running) - len(states.awaiting_grammar)
 
@@ -510,8 +510,8 @@ class Scheduler:
         return outputs
 
     def reset_prefix_cache(self, reset_tiers: bool) -> bool:
-        """Uncache all blocks of the pool and, if asked, drop all blocks of the tiers. While a
-        request holds blocks, return False and change nothing."""
+        """Uncache all blocks of the pool and, with `reset_tiers`, drop all blocks of the tiers.
+        While a request holds blocks, return False and change nothing."""
         pool = self.manager.pool
         if pool.num_held > pool.num_reclaimable:
             return False

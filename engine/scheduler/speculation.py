@@ -6,8 +6,8 @@ token for each accepted draft. Two rules use measurements of the running engine:
 
 - *By request*: if too few of a request's drafts are accepted to save time, the request gets no
   drafts during a pause, which doubles each time. If all drafts of a step are accepted, the next
-  step gets twice as many. If drafts save no request time, seven in eight new requests begin with a
-  pause.
+  step gets twice as many. If drafts saved no time in the latest requests, seven in eight new
+  requests begin with a pause.
 - *By batch size*: if steps with drafts give fewer tokens per second than steps without drafts, no
   request gets drafts during a pause, which doubles each time. Batch sizes are grouped by powers of
   two.

@@ -24,7 +24,7 @@ from .speculation import Speculation
 
 
 class EntryKind(Enum):
-    """Whether a request goes on, is new to the worker, or resumes after a preemption."""
+    """Whether a request continues, is new to the worker, or resumes after a preemption."""
 
     GOES_ON = "goes on"
     STARTS = "starts"

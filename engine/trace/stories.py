@@ -207,7 +207,7 @@ def last_run(records: Iterable[Record]) -> list[Record]:
 
 
 def stories_of(records: Iterable[Record]) -> Iterator[Story]:
-    """Yield the stories of finished requests in the order of their ends, then all others."""
+    """Yield the stories of finished requests in the order of their ends, then all other stories."""
     stories = Stories()
     for record in records:
         if (ended := stories.add_record(record)) is not None:

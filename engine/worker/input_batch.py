@@ -3,7 +3,7 @@
 updated by the changes of each step.
 
 A step removes rows, then adds rows, then calls `condense_rows`, which moves the last rows into the
-empty ones and returns a `BatchUpdate`. The sampler applies the same `BatchUpdate` to its rows."""
+empty rows and returns a `BatchUpdate`. The sampler applies the same `BatchUpdate` to its rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WorkerRequest:
     params: SamplingParams
     output_token_ids: list[int] = field(default_factory=list)
     has_prompt_tokens: bool = True  # False: the prompt is embeddings
-    pooling: str = ""  # the wanted hidden states of the prompt
+    pooling: str = ""  # the requested pooled hidden states of the prompt
     cache_salt: bytes = b""  # the salt of the request's tenant
     num_likeliest: int = 0  # see `NewRequestData`
     routed_from: int | None = None  # see `NewRequestData`
@@ -158,9 +158,9 @@ class InputBatch:
     def late_tokens(
         self, chosen: Tensor | None, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> LateTokens | None:
-        """Return the last tokens of rows whose ids only the device has, because they are among the
-        tokens `chosen` in the previous step. Return None if there are none. Each of `rows` computes
-        `counts` tokens after its `computed` tokens."""
+        """Return the last tokens of rows whose ids only the device has, because the previous step
+        has just `chosen` them. Return None if there are none. Each of `rows` computes `counts`
+        tokens after its `computed` tokens."""
         if chosen is None:
             return None
         index = self.expected_index[rows]
@@ -248,8 +248,8 @@ class InputBatch:
         return held
 
     def refill(self, held: Iterable[HeldRow]) -> None:
-        """Replace the content of the batch by these requests, instead of a step's removals. The
-        next `BatchUpdate` empties all rows and fills them again."""
+        """Replace the content of the batch by the requests in `held`, instead of a step's removals.
+        The next `BatchUpdate` empties all rows and fills them again."""
         self.requests = [None] * len(self.requests)
         self.row_of.clear()
         self._num_updates += 1

@@ -67,7 +67,8 @@ DEFAULT_PLACEMENT = Placement()
 
 
 class StepRefused(RuntimeError):
-    """The step was scheduled before an earlier step failed. Nothing of the step was computed."""
+    """The error of a step that was scheduled before an earlier step failed, and was not
+    computed."""
 
 
 P = ParamSpec("P")
@@ -126,7 +127,7 @@ class ModelRunner:
         `max_num_batched_tokens` in all. `runtime` is the runtime of the placement's device;
         `processors` are logits processors of other packages. `proposer`, or the model or EAGLE head
         `draft`, proposes at most `most_drafts` tokens for a request in a step. With
-        `tells_experts`, requests may ask for the experts of their tokens. A step has at most
+        `tells_experts`, clients may request the experts of tokens. A step has at most
         `num_adapter_slots` different adapters, each of rank `max_lora_rank` or less. Raises
         ConfigError if the weights do not fit `spec`, the pool cannot hold one request of the
         requested length, the layers cannot be divided into `num_groups` groups, or a processor

@@ -6,7 +6,7 @@ states after all of its computed tokens. A step does the following, in this orde
 
     pages ──► slot       for requests that start at a saved state (checkpoint); before anything else
     forward pass         reads and writes each request's slot, and writes spare slots
-    slots ──► pages      checkpoints: states that the scheduler wants to be saved
+    slots ──► pages      checkpoints: states that the step must save
     slot ──► slot        from a request whose prompt has ended to its forks
 
 In a step with draft tokens, the states after each row are written to a separate slot. The request

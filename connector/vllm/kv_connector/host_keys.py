@@ -107,7 +107,7 @@ class HostKeys:
         num_cached: int,
         group: int,
     ) -> None:
-        """Record if blocks before the new ones have another adapter content than the request.
+        """Record if blocks before the new blocks have another adapter content than the request.
         Blocks that this request cached itself were checked then."""
         if adapted.is_mixed or adapted.cached_ends.get(group, 0) == num_cached:
             return

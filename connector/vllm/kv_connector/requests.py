@@ -27,7 +27,7 @@ class HostRequest:
         self._keys = keys
         self._host_keys = host_keys
         self._digests: list[bytes] = []
-        self.is_queued = False  # whether the tiers know of the request
+        self.is_queued = False  # whether the request was queued in the tiers
 
     @property
     def request_id(self) -> str:

@@ -68,7 +68,7 @@ class _Load:
     # (block id, rank) → key, of each block that the load brings.
     keys: dict[tuple[int, int], bytes] = field(default_factory=dict)
     job_ids: set[int] = field(default_factory=set)  # under way
-    is_told: bool = False  # whether the worker was told of the load
+    is_told: bool = False  # whether a step plan with the load was sent
 
 
 class _LoadJob(NamedTuple):

@@ -100,7 +100,7 @@ class PromptSessions:
 
     @property
     def all_requests(self) -> Iterator[Request]:
-        """The requests of the scheduler, and the ended ones that open sessions continue."""
+        """The requests of the scheduler, and the ended requests that open sessions continue."""
         yield from self.scheduler.requests.values()
         yield from (each.before for each in self._open.values() if each.before is not None)
 

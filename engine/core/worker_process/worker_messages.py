@@ -25,7 +25,7 @@ class WorkerStart(msgspec.Struct):
 
     config: EngineConfig
     endpoint: str  # the address to which the worker connects
-    num_blocks: int | None  # of the pool; None: as many as fit on the device
+    num_blocks: int | None  # blocks of the pool; None: as many as fit on the device
     max_model_len: int
     log_level: str
     copies: WorkerDescription | None = None  # for the worker side of a connector

@@ -125,7 +125,7 @@ class WorkerServer:
             step = message.step
             try:
                 self._steps.append((step.step_id, self._runner.launch_step(step)))
-            except Exception as error:  # noqa: BLE001 - told with the answer to its Sample
+            except Exception as error:  # noqa: BLE001 - sent in the answer to its Sample
                 self._steps.append((step.step_id, error))
             self._deliver()
         elif isinstance(message, Sample):
@@ -163,7 +163,7 @@ class WorkerServer:
             try:
                 self._send_to_executor(Done(step_id, self._runner.collect_output(step)))
                 return
-            except Exception as caught:  # noqa: BLE001 - told, and logged by the executor's side
+            except Exception as caught:  # noqa: BLE001 - sent, and logged by the executor
                 error = caught
         assert error is not None
         self._send_to_executor(Failed(_words(error), step_id, is_device_lost=is_device_lost(error)))

@@ -59,7 +59,7 @@ class Admission:
 
     def admit(self, step: StepBuilder, now: float, *, only_known: bool = False) -> bool:
         """Admit waiting requests that fit; with `only_known`, only requests that have run before.
-        Return whether requests are deferred, so that a later step must ask the tiers again."""
+        Return whether requests are deferred, so that a later step must look them up again."""
         states = self._states
         if self._reservations is not None:
             self._reservations.recount()
@@ -380,7 +380,7 @@ class Admission:
         return self._reservations is None or self._reservations.commit_reserved()
 
     def _drives_out(self, request: Request, hits: GroupBlocks) -> bool:
-        """Whether the request's prompt lacks room beside the running ones; False with
+        """Whether the request's prompt lacks room beside running requests; False with
         `--reserve`."""
         running = self._states.running
         if not running or self._reservations is not None:

@@ -105,7 +105,7 @@ class StepForward(Protocol):
     def prepare_step(self, step: StepInputs) -> Launch:
         """Plan a step, and return a function that launches it. The function must be called once,
         before the next `prepare_step`. The function returns hidden states `[len(step.wanted),
-        hidden]`, or those of all tokens if `wanted` is None."""
+        hidden]`, or the hidden states of all tokens if `wanted` is None."""
 
 
 class GatherForward:

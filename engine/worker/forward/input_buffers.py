@@ -31,7 +31,7 @@ from .kernel_attention import Chunks, ChunkSize, Decodes, KernelPlan
 # The slot of padding rows: their K and V are not written.
 _NO_SLOT = -1
 
-_BLOCKS_ALIGNED = 4  # blocks of a table's row, 4 bytes each
+_BLOCKS_ALIGNED = 4  # a table row has a multiple of so many block ids, of 4 bytes each
 
 # Sets of staging memory: for the present step and the step before it.
 _TURNS = 2

@@ -55,7 +55,7 @@ class ChunkSize(NamedTuple):
     """The size of a chunk, in host memory."""
 
     rows: int  # new tokens
-    length: int  # all tokens, including the new ones
+    length: int  # all tokens, including the new tokens
 
 
 @dataclass(frozen=True, slots=True)

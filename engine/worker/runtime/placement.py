@@ -40,7 +40,7 @@ class Placement:
 
     @property
     def uses_kernels(self) -> bool:
-        """Whether `KernelAttention` computes attention, by Triton kernels or by plain ones.
+        """Whether `KernelAttention` computes attention, by Triton kernels or plain kernels.
         `attention_backend` decides; `auto` means on a GPU, and on a CPU for a float8 pool, which
         other attention cannot read."""
         if self.attention_backend != AUTO:

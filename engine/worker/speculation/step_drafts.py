@@ -16,9 +16,9 @@ from .proposer import ComputedStep, DraftQuery, Proposer
 
 
 class StepDrafts:
-    """Writes the draft tokens of a step to the batch, takes the accepted tokens, and asks the
-    proposer for new drafts. All calls come from the worker's thread. Without a `proposer` there are
-    no new drafts, but drafts in the scheduler's steps are still checked."""
+    """Writes the draft tokens of a step to the batch, takes the accepted tokens, and requests new
+    drafts from the proposer. All calls come from the worker's thread. Without a `proposer` there
+    are no new drafts, but drafts in the scheduler's steps are still checked."""
 
     def __init__(self, batch: InputBatch, sampler: Sampler, proposer: Proposer | None) -> None:
         self._batch, self._sampler, self._proposer = batch, sampler, proposer
