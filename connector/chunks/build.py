@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the tiers for chunks of one size and one namespace, below any host.
 
-`open_chunk_tiers` first checks that the cache servers take such chunks. It raises an error if a
-server refuses the chunks, but not if a server is down."""
+`open_chunk_tiers` first checks that the cache servers take such chunks. A server that refuses the
+chunks raises an error, a server that is down does not."""
 
 from __future__ import annotations
 

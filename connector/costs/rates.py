@@ -39,8 +39,8 @@ class _Watched:
 
 
 class ReadTimes:
-    """Begins and ends loads of `hierarchy`. It times loads that wait for a store, to update the
-    store's rate in `links`. A load that the caller has abandoned is still timed, because an
+    """Begins and ends loads of `hierarchy`. The class times loads that wait for a store, to update
+    the store's rate in `links`. A load that the caller has abandoned is still timed, because an
     abandoned load usually has a slow store."""
 
     def __init__(

@@ -24,9 +24,9 @@ def make_block_hasher(root: bytes, block_size: int, algorithm: str = "sha256") -
     `block_hashes` lacks, continuing the hash chain from the last digest there.
 
     `sha256` starts the chain from `root` (`Identity.root()`). `sha256_cbor` is the form that
-    routers can recompute. It starts from the CBOR of "0", so that a store of such digests must be
-    bound to one root by other means. Raises ValueError for another algorithm or a block size below
-    1."""
+    routers can recompute. This chain starts from the CBOR of "0", so that a store of such digests
+    must be bound to one root by other means. Raises ValueError for another algorithm or a block
+    size below 1."""
     if block_size < 1:
         raise ValueError(f"a block has at least 1 token, not {block_size}")
     if algorithm == "sha256":

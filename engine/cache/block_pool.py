@@ -257,7 +257,7 @@ class BlockPool:
             self._add_fresh([block])
 
     def note_computed(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """With `_offers_all`, queue for `take_fresh` blocks cached after their step had run."""
+        """Queue for `take_fresh`, if `_offers_all`, blocks cached after their step had run."""
         if self._offers_all:
             self._add_fresh([block for block in blocks if block.block_hash is not None])
 

@@ -4,7 +4,7 @@
 The scheduler does not distinguish prefill and decode. A request has `num_tokens` and
 `num_computed_tokens`; every step reduces the difference between the two numbers, within one token
 budget for all requests. A step first schedules running requests, in the order of their admission.
-It then admits waiting requests in the policy's order (`policies.py`, `waiting/admission.py`),
+The step then admits waiting requests in the policy's order (`policies.py`, `waiting/admission.py`),
 unless a running request lacked room.
 
 No request can block all others:
@@ -472,7 +472,7 @@ class Scheduler:
                     ended = RequestStatus.FINISHED_ERROR
                     outputs.append(self._writer.finish_request(entry.request, ended, now, text))
                 elif entry.kind is EntryKind.STARTS and not entry.request.is_finished:
-                    # It was preempted after the step; the worker may never have received it.
+                    # A preempted request, which the worker may never have received.
                     entry.request.progress.is_known = False
             states.tell_again(step.output.finished_request_ids, step.output.preempted_request_ids)
         states.sweep()

@@ -103,7 +103,7 @@ class ProcessExecutor(Executor):
                 stdin=subprocess.PIPE,
                 stdout=2,  # to standard error, because the output is text for the user
                 # A process group of its own keeps Ctrl-C from the worker, which this process ends.
-                # It stays in the session, because Linux yields only within one.
+                # The worker stays in the session, because Linux yields only within one.
                 process_group=0,
             )
         except BaseException:
