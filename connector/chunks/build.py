@@ -2,7 +2,7 @@
 """Builds the tiers for chunks of one size and one namespace, below any host.
 
 `open_chunk_tiers` first checks that the cache servers take such chunks. A server that refuses the
-chunks raises an error, a server that is down does not."""
+chunks raises an error; a server that is down raises no error."""
 
 from __future__ import annotations
 
