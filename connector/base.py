@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a KVConnector, the engine's only access to the tiers.
 
-A connector has two sides, which may run in two processes. The *scheduler side* decides in the
-engine's step loop and touches metadata only; the *worker side* moves bytes between the KV pool and
-the slab. The scheduler side sends its decisions as `ConnectorMetadata`, and the worker side sends
-its results as `ConnectorWorkerOutput`. They share nothing else but a wake-up function, which the
-worker side calls.
+A connector has two sides, which may run in two processes. The *scheduler side* decides, in the
+engine's step loop, which blocks are copied, and handles no bytes; the *worker side* moves bytes
+between the KV pool and the slab (the CPU tier's memory). The scheduler side sends its decisions as
+`ConnectorMetadata`, and the worker side sends its results as `ConnectorWorkerOutput`. The two sides
+share nothing else but a wake-up function, which the worker side calls.
 
 One step, in order:
     scheduler: get_matched_tokens → (blocks allocated) → begin_load → build_meta
@@ -16,22 +16,23 @@ One step, in order:
                poll()             copies that have finished since the last poll
     scheduler: update_from_worker(output)
 
-A request with a *blocking* load waits until a `LoadReport` names it. A request with an *overlapped*
-load computes its blocks from the front while the load brings blocks from the back, until both meet.
+A request with a *blocking* load waits until a `LoadReport` names the request. A request with an
+*overlapped* load computes its blocks from the front while the load brings blocks from the back.
 
-The engine may rely on this:
+A connector guarantees to the engine:
 - three methods of the scheduler side may wait, for a bounded time: `build_calibration_meta`,
   `reset` and `shutdown`. No other method waits for a copy, a disk or a socket;
 - a request that waits for its load gets exactly one `LoadReport`, of success or of failure;
-- a load brings the blocks of all cache groups at a position, or none of them;
+- a load brings the blocks of all cache groups at a position, or no block at that position;
 - after a failed load the connector never offers the same request more tokens;
-- an error inside the connector has no other effect on the engine than a failed load.
-The engine must do this:
-- not reuse the blocks of a request that waits for a load before its `LoadReport`, even if the
+- an error inside the connector affects the engine only as a failed load.
+The engine guarantees to a connector:
+- the blocks of a request that waits for a load are not reused before its `LoadReport`, even if the
   request was aborted;
-- pass evicted blocks to `build_meta` in the step that evicts them, before they are overwritten;
-- call `StoresAhead.names_dropped` for blocks that lose their keys without being evicted, because
-  such blocks may be overwritten or invalid.
+- evicted blocks are passed to `build_meta` in the step that evicts them, before they are
+  overwritten;
+- `StoresAhead.names_dropped` is called for blocks that lose their keys without being evicted,
+  because such blocks may be overwritten or invalid.
 This module depends on no scheduler or model: a `RequestView` stands for an engine's request."""
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from .messages import (
     Match,
 )
 
-# Copies take milliseconds; one that has not ended by then is stuck.
+# Time for copies to end at shutdown; a copy takes milliseconds unless it is stuck.
 CLOSE_SECONDS = 30.0
 
 
@@ -78,7 +79,8 @@ class RequestView(Protocol):
     @property
     def tail_hash(self) -> bytes | None:
         """Digest of the last, partly filled block of a prompt that another engine computed, over
-        the tokens that engine computed. b"" without such a block; None for other requests."""
+        the tokens which that engine computed. b"" if the last block is full; None unless another
+        engine computed the prompt."""
 
 
 class TierEstimates(ABC):
@@ -87,12 +89,13 @@ class TierEstimates(ABC):
     @abstractmethod
     def build_calibration_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
         """Return a trial load to the unused `block_ids`, by which the connector measures how long
-        loads take. The engine calls this before the first request, until the result is empty, and
-        runs each result like a step without a forward pass. Waits `seconds` at most."""
+        loads take. The engine calls this method before the first request, until the result is
+        empty, and runs each result like a step without a forward pass. Waits `seconds` at most."""
 
     @abstractmethod
     def describe(self) -> str:
-        """A line of text: estimates, and prompt lengths from which loading beats computing."""
+        """Return a line with estimates, and the prompt lengths from which loading beats
+        computing."""
 
     @abstractmethod
     def tiers_down(self) -> list[str]:
@@ -100,11 +103,11 @@ class TierEstimates(ABC):
 
     @abstractmethod
     def cpu_blocks(self) -> tuple[int, int]:
-        """The numbers of free slots and of all slots of the CPU tier. Contacts no store."""
+        """Return the numbers of free slots and of all slots of the CPU tier, without I/O."""
 
 
 class OverlappedLoads(ABC):
-    """Loads that run while their requests compute. A connector that returns OVERLAP needs it."""
+    """Loads that run while their requests compute, for a connector that returns OVERLAP."""
 
     @abstractmethod
     def load_state(self, request_id: str, num_computed_tokens: int) -> LoadState:
@@ -114,8 +117,8 @@ class OverlappedLoads(ABC):
     @abstractmethod
     def end_load(self, request_id: str) -> LoadReport | None:
         """End an overlapped load and return its report, which counts the load's last tokens. Return
-        None while a copy writes to the load's blocks; the engine then keeps them until
-        `update_from_worker` reports a failed load (`is_cancelled` unless it had failed before)."""
+        None while a copy writes to the load's blocks; the engine then keeps the blocks until
+        `update_from_worker` reports a failed load (`is_cancelled` unless it failed before)."""
 
 
 class StoresAhead(ABC):
@@ -127,8 +130,8 @@ class StoresAhead(ABC):
 
     @abstractmethod
     def names_dropped(self, blocks: Sequence[EvictedBlock]) -> None:
-        """Discard running copies of these blocks. The blocks lost their keys without being evicted,
-        and may be overwritten after this call."""
+        """Discard running copies of `blocks`, which lost their keys without being evicted, and may
+        be overwritten after this call."""
 
 
 class PromptsElsewhere(ABC):
@@ -140,8 +143,8 @@ class PromptsElsewhere(ABC):
 
     @abstractmethod
     def follow_blocks(self, block_hashes: Sequence[bytes]) -> bool:
-        """Read the blocks of a prompt while another engine stores them, because this engine will
-        get a request with it. A hint; return False if this connector cannot use it."""
+        """Read the blocks of a prompt while another engine stores the blocks, because this engine
+        will get a request with that prompt. Return False if the connector ignores this hint."""
 
     @abstractmethod
     def await_prefill(self, request_id: str, elsewhere: Elsewhere) -> None:
@@ -154,14 +157,14 @@ class HandOver(ABC):
 
     @abstractmethod
     def hand_over(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """Write these blocks, in the order of the prompt, to the stores that other engines read,
-        and keep them there for a while, because another engine is about to load them. `keys` are
-        the pool's keys of the blocks, which `build_meta` got before. Requires `wants_all`."""
+        """Write the blocks with `keys`, in the order of the prompt, to the stores that other
+        engines read, and keep the blocks there for a while, because another engine is about to load
+        them. `build_meta` got the blocks before, under the same pool keys. Requires `wants_all`."""
 
     @abstractmethod
     def take_handed_over(self) -> list[HandedOver]:
-        """Return the hand-overs that have ended since the last call. Other engines can load their
-        blocks now, except for the blocks in `HandedOver.missing`."""
+        """Return the hand-overs that have ended since the last call. Other engines can now load the
+        handed-over blocks, except for the blocks in `HandedOver.missing`."""
 
     @abstractmethod
     def forget_hand_over(self, request_id: str) -> None:
@@ -179,9 +182,9 @@ class JobRetention(ABC):
         seconds: float,
         due_seconds: float | None,
     ) -> None:
-        """Keep these blocks, with which the prompt of the job's next turn begins, in the tiers for
-        `seconds`. After `due_seconds`, when that turn is expected (None: unknown), read them into
-        the fastest tier. They replace the blocks of the job's previous turn."""
+        """Keep the blocks with `block_hashes`, with which the prompt of the job's next turn begins,
+        in the tiers for `seconds`. After `due_seconds`, when that turn is expected (None: unknown),
+        read the blocks into the fastest tier. Blocks of the job's previous turn are released."""
 
     @abstractmethod
     def turn_expected(self, job: bytes, due_seconds: float) -> None:
@@ -193,33 +196,34 @@ class JobRetention(ABC):
 
 
 class KVConnectorScheduler(ABC):
-    """The side that decides what is stored and loaded. Only the engine's step thread calls it and
-    its optional interfaces, whose attributes the engine reads once, at the start."""
+    """The scheduler side, which decides what is stored and loaded. Only the engine's step thread
+    calls this side and its optional interfaces. The engine reads their attributes once, at the
+    start."""
 
-    # Optional interfaces. If one is None, the engine does not use its feature.
+    # Optional interfaces. The engine does not use the feature of an interface that is None.
     estimates: TierEstimates | None = None
     overlapped_loads: OverlappedLoads | None = None
     stores_ahead: StoresAhead | None = None
     prompts_elsewhere: PromptsElsewhere | None = None
     handover: HandOver | None = None
     job_retention: JobRetention | None = None
-    # Whether there are tiers to load from; only counters read it.
+    # Whether there are tiers to load from.
     has_tiers = True
     # Whether blocks are stored as soon as they are computed, because other engines wait for them.
-    # Otherwise they are stored when they are about to be evicted. Constant after the start.
+    # Otherwise blocks are stored when their eviction is near. Constant after the start.
     wants_all = False
     # Ids of the requests that wait now because of `PromptsElsewhere.await_prefill`. The engine does
     # not look up these requests, and does not change the collection.
     awaiting_prefill: Collection[str] = ()
 
-    def request_queued(  # noqa: B027 - a hint, not a duty
+    def request_queued(  # noqa: B027 - an implementation may ignore the call
         self, request: RequestView, context: RequestContext = NO_CONTEXT
     ) -> None:
-        """Note a request that the engine will look up when it has room for it. The connector may
-        begin to read the request's blocks."""
+        """Note a request that the engine will look up once the engine has room for it. The
+        connector may begin to read the request's blocks."""
 
-    def request_finished(self, request_id: str) -> None:  # noqa: B027 - as above
-        """Drop a request that has finished or was aborted. The engine will not look it up again."""
+    def request_finished(self, request_id: str) -> None:  # noqa: B027 - may be ignored
+        """Drop a request that has finished or was aborted, and will not be looked up again."""
 
     @abstractmethod
     def get_matched_tokens(
@@ -231,8 +235,8 @@ class KVConnectorScheduler(ABC):
         num_pool_tokens: int | None = None,
     ) -> Match:
         """Return the number of tokens that the tiers hold right after the first
-        `num_computed_tokens` (block aligned), and the next action. The engine computes
-        `num_queued_tokens` of other requests first; a load costs nothing during that time. If
+        `num_computed_tokens` (block aligned), and the next action. The engine first computes
+        `num_queued_tokens` of other requests; meanwhile a load delays no request. If
         `num_pool_tokens` is larger than `num_computed_tokens`, the pool has K and V of this many
         leading tokens, but not the layer states after them. The tiers are then searched only for
         these states, and the tokens count as loaded from a tier."""
@@ -248,43 +252,43 @@ class KVConnectorScheduler(ABC):
     ) -> None:
         """Load `num_tokens` external tokens into the pool blocks `block_ids`: for each cache group
         exactly the blocks of these tokens, in order. Blocks that the pool has already
-        (`num_pool_tokens`) are not written. The request waits until a `LoadReport` names it. With
-        `overlapped`, which is allowed only after `MatchKind.OVERLAP`, the request does not wait. It
-        computes these tokens from the first one on, up to the limit that
+        (`num_pool_tokens`) are not written. The request waits until a `LoadReport` names the
+        request. With `overlapped`, which is allowed only after `MatchKind.OVERLAP`, the request
+        does not wait but computes the external tokens from the first one on, up to the limit that
         `OverlappedLoads.load_state` returns."""
 
     @abstractmethod
     def build_meta(
         self, evicted: Sequence[EvictedBlock], cold: Sequence[EvictedBlock] = ()
     ) -> ConnectorMetadata:
-        """Return the copies of this step for the worker side. The engine calls this at the end of
-        `schedule()`, also on empty steps. `cold` blocks keep their keys. They are the next blocks
-        to be evicted, in eviction order, or (see `wants_all`) blocks just computed, the tail of a
-        sequence before its head. The engine passes a block once, and again only for a hand-over,
-        and at most `StoresAhead.num_wanted_ahead` blocks at a time. At an orderly shutdown the
-        engine passes all computed, cached blocks as evicted, in eviction order and without a
-        forward pass, so that the tiers keep as many as fit; then it calls `shutdown`."""
+        """Return the copies of this step for the worker side. The engine calls this method at the
+        end of `schedule()`, also on empty steps. `cold` blocks keep their keys: they are the next
+        blocks to be evicted, in eviction order, or (see `wants_all`) blocks just computed, the tail
+        of a sequence before its head. The engine passes at most `StoresAhead.num_wanted_ahead` cold
+        blocks at a time, and a block again only for a hand-over. At an orderly shutdown the engine
+        passes all computed, cached blocks as evicted, in eviction order, so that the tiers keep as
+        many blocks as fit; then the engine calls `shutdown`."""
 
     @abstractmethod
     def update_from_worker(self, output: ConnectorWorkerOutput) -> list[LoadReport]:
-        """Process finished copies. Return the reports of ended loads, whose requests may go on."""
+        """Process finished copies. Return the reports of ended loads."""
 
     @abstractmethod
     def has_pending_work(self) -> bool:
-        """Whether the engine should run a step, even an empty one: there is something to copy or
-        report, or a request that got RETRY should be looked up again. False while the connector
-        only waits for a disk or a copy; at its end it calls the wake-up function."""
+        """Whether the engine should run a step, even an empty step: a copy or a report is due, or a
+        request that got RETRY should be looked up again. The result is False while the connector
+        only waits for a disk or a copy, whose end calls the wake-up function."""
 
     @abstractmethod
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """Set the wake-up function. The connector calls it, from any thread, when
         `has_pending_work` may have become True."""
 
-    def invalidate_blocks(self, keys: Sequence[bytes], cause: str) -> None:  # noqa: B027 - see below
-        """Drop blocks of one sequence from every tier, because their contents may be wrong, and
-        discard running copies of them, to a tier or to the pool. `keys` are the pool's keys, in the
-        order of the sequence. `cause` is one word, by which the counters label these blocks.
-        Optional: by default the blocks stay until they are evicted."""
+    def invalidate_blocks(self, keys: Sequence[bytes], cause: str) -> None:  # noqa: B027 - optional
+        """Drop blocks of one sequence from every tier, because the blocks' contents may be wrong,
+        and discard running copies of the blocks, to a tier or to the pool. `keys` are the pool's
+        keys, in the order of the sequence. `cause` is one word, by which the counters label the
+        blocks. By default the blocks stay in the tiers until they are evicted."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -292,16 +296,16 @@ class KVConnectorScheduler(ABC):
 
     @abstractmethod
     def stats(self) -> dict[str, object]:
-        """Counters for metrics: plain numbers, per tier. Empty if there is nothing to count."""
+        """Return counters for metrics: plain numbers, by tier. Empty without tiers."""
 
     @abstractmethod
     def shutdown(self, timeout_seconds: float) -> None:
-        """Write the blocks that should survive to the stores, within `timeout_seconds`, and release
-        all resources. Idempotent."""
+        """Write the blocks that should survive a restart to the stores, within `timeout_seconds`,
+        and release all resources. Idempotent."""
 
 
 class NullConnector(KVConnectorScheduler):
-    """A scheduler side without tiers: it finds nothing and moves nothing."""
+    """A scheduler side without tiers, which finds and moves no blocks."""
 
     has_tiers = False
 
@@ -350,7 +354,7 @@ class NullConnector(KVConnectorScheduler):
 
 
 class KVConnectorWorker(ABC):
-    """The side that moves bytes. Only the worker's thread calls it."""
+    """The worker side, which moves bytes. Only the worker's thread calls its methods."""
 
     @abstractmethod
     def register_pool(self, pool: torch.Tensor) -> None:
@@ -360,18 +364,18 @@ class KVConnectorWorker(ABC):
     @abstractmethod
     def start_step(self, meta: ConnectorMetadata) -> None:
         """Queue the step's copies: stores, then loads. On the CPU this call makes small copies
-        itself. It never raises; copies that could not begin are reported as failed."""
+        itself. The call never raises; copies that could not begin are reported as failed."""
 
     @abstractmethod
     def wait_before_forward(self) -> None:
         """Wait until the forward pass may overwrite the blocks that this step evicts. On return the
-        step's stores, and the earlier ones in `ConnectorMetadata.overtaken`, have read these
-        blocks, or the device makes the pass wait until they have."""
+        step's stores, and the earlier stores in `ConnectorMetadata.overtaken`, have read the
+        blocks, or the device delays the forward pass until the stores have read them."""
 
     @abstractmethod
     def poll(self) -> ConnectorWorkerOutput | None:
-        """Return the copies finished since the last call. None if this side never makes copies.
-        Never waits."""
+        """Return, without waiting, the copies finished since the last call; None if there are never
+        any."""
 
     @abstractmethod
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> None:

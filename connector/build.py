@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the two sides of a connector: the scheduler side with the tiers, and the worker side with
-the copy device. The worker side may run in another process."""
+the copy device, perhaps in another process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WorkerDescription:
     slab_fd: int
     num_slots: int
     device: str
-    makes_digests: bool  # of stored blocks; tiers below the slab and other engines need them
+    makes_digests: bool  # of stored blocks, for lower tiers and other engines
 
 
 class AttachedSlab:
@@ -67,7 +67,7 @@ def build_offload(
     **options: Any,
 ) -> tuple[OffloadScheduler, OffloadWorker]:
     """Build both sides of a connector in one process, with the arguments of `build_scheduler_side`.
-    On CUDA a background thread also calls `progress`, while the slab is page-locked."""
+    On CUDA a background thread also calls `progress` while the slab is page-locked."""
     built = build_scheduler_side(layout, settings, progress=progress, **options)
     try:
         worker = build_worker_side(
@@ -92,13 +92,13 @@ def build_scheduler_side(
     """Build the scheduler side, and the description from which the worker side is built.
 
     Only engines with the same `namespace`, usually the root of the block identity, read each
-    other's blocks. `device` is where the KV pool lies: cpu, cuda, or one of several GPUs, cuda:1.
-    `progress` is called with the number of bytes done and of all bytes while the slab's memory is
-    faulted in. `prefill` is the cost of computing, if the caller measures it. `parts` describes the
-    attention of the layout's cache groups and the tensor-parallel ranks; by default there is one
-    group with full attention. Raises TierConfigError, and leaves nothing open, for sizes, paths and
-    names that cannot work. A store that is down is opened later in the background, unless it is
-    required: then this raises TierDown, which names it."""
+    other's blocks. `device` is the device with the KV pool: cpu, cuda, or one of several GPUs,
+    cuda:1. `progress` is called with the numbers of bytes done and of all bytes while the slab's
+    memory is faulted in. `prefill` is the cost of computing tokens, if the caller measures it.
+    `parts` describes the attention of the layout's cache groups and the tensor-parallel ranks; by
+    default there is one group with full attention. Raises TierConfigError, and leaves no file or
+    store open, for sizes, paths and names that cannot work. A store that is down is opened later in
+    the background; a required store that is down raises TierDown, which names the store."""
     choice = Choice(settings.load)
     if choice is Choice.OVERLAP and parts is not None and parts.is_windowed:
         raise TierConfigError(

@@ -20,14 +20,14 @@ from .request_offload import RequestOffload
 @dataclass(slots=True, eq=False)
 class ConnectorContext:
     """The tiers, estimates and records that the classes of the scheduler side share. The engine
-    records the cost of its prefills in `prefill`."""
+    records the time of prefills in `prefill`."""
 
     hierarchy: Hierarchy
-    parts: Parts  # the blocks of a position
+    parts: Parts  # which blocks make up a position
     signal: CopySignal
     choice: Choice = Choice.AUTO
     prefill: PrefillRate = field(default_factory=PrefillRate)
-    copies_beside: bool = True  # a GPU's copy engines run beside forward passes
+    copies_beside: bool = True  # whether copies run in parallel with forward passes
     economics: Economics = field(init=False)
     read_times: ReadTimes = field(init=False)
     alarm: Alarm = field(init=False)  # wakes the engine at a set time

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CopySignal: wakes the engine when copies of the worker side end."""
+"""CopySignal wakes the engine when copies of the worker side end."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ def _nothing() -> None:
 
 
 class CopySignal:
-    """Counts the copy jobs that the scheduler side gave out and those that the worker side ended.
+    """Counts the copy jobs that the scheduler side issued and the copy jobs that have ended.
 
-    The engine can sleep while copies run, and the scheduler side knows that results are ready
-    before it polls the worker side. The scheduler side owns the signal; the worker side gets
-    `note_ended`, or, in another process, a callable that leads to it. Every method may be called
-    from any thread; the wake-up function must return at once."""
+    By the signal, the engine can sleep while copies run, and the scheduler side can check for
+    results without a poll of the worker side. The scheduler side owns the signal. The worker side
+    calls `note_ended`, from another process through a callable. Every method may be called from any
+    thread; the wake-up function must return at once."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._given = 0
-        self.ended = 0  # jobs, since the start; not to be changed
+        self.ended = 0  # ended jobs since the start; read only
         self._wakeup: Callable[[], None] = _nothing
 
     def set_wakeup(self, wakeup: Callable[[], None] | None) -> None:
         self._wakeup = wakeup or _nothing
 
     def wake(self) -> None:
-        """Wake the engine because something outside the step loop has happened."""
+        """Wake the engine because of an event outside the step loop."""
         try:
             self._wakeup()
         except Exception:
-            # The wake-up runs on threads of streams and disks, which must survive an error in it.
+            # Threads of streams and disks call `wake`, and must survive errors of the function.
             log.exception("the wake-up of the engine failed")
 
     def jobs_given(self, count: int) -> None:
@@ -44,8 +44,8 @@ class CopySignal:
             self._given += count
 
     def note_ended(self, num_jobs: int) -> None:
-        """Record that the worker side has ended `num_jobs` jobs since its start, failed ones
-        included. The highest number counts: calls may be lost or reordered."""
+        """Record that the worker side has ended `num_jobs` jobs since its start, including failed
+        jobs. Calls may be lost or reordered, so the highest number counts."""
         if num_jobs > self.ended:
             self.catch_up(num_jobs)
         self.wake()

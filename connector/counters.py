@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters of the connector's copies, look-ups and failures, plain numbers since start."""
+"""Counters of the connector's copies, look-ups and failures, in plain numbers since the start."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ _SIZES = (1e5, 1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
 
 @dataclass(slots=True)
 class OffloadCounters:
-    """Counts since start."""
+    """The counters of one connector since the start."""
 
     loads: int = 0  # loads that brought at least one block
     stores: int = 0  # copy jobs
     stored_blocks: int = 0
-    seconds_loaded: float = 0.0  # waiting time of all loads, with or without blocks
+    seconds_loaded: float = 0.0  # the duration of all loads, with or without blocks
     tokens_loaded: dict[str, int] = field(default_factory=dict)  # by tier
     failures: dict[str, int] = field(default_factory=dict)  # by reason
-    # Copies between the pool and the slab that ended well.
+    # Successful copies between the pool and the slab.
     load_bytes: int = 0
     load_copy_seconds: float = 0.0
     load_sizes: Histogram = field(default_factory=lambda: Histogram(_SIZES))
     store_bytes: int = 0
     store_copy_seconds: float = 0.0
     store_sizes: Histogram = field(default_factory=lambda: Histogram(_SIZES))
-    store_wait_seconds: float = 0.0  # waits of steps for stores to leave the pool
+    store_wait_seconds: float = 0.0  # seconds that steps waited for stores
     allocation_failures: int = 0  # stores with a block for which the slab had no slot
-    # Blocks that were looked up and found, by tier; a prompt counts once.
+    # Blocks that were looked up and found, by tier; each prompt is counted once.
     lookup_queries: dict[str, int] = field(default_factory=dict)
     lookup_hits: dict[str, int] = field(default_factory=dict)
 
-    # Requests that waited while another engine computed their prompt, by the end of the wait.
+    # Requests that waited for another engine to compute their prompt, by how the wait ended.
     prefill_waits: dict[str, int] = field(default_factory=dict)
     prefill_wait_seconds: Histogram = field(
         default_factory=lambda: Histogram((*IO_SECONDS, 30.0, 60.0))
@@ -56,7 +56,7 @@ class OffloadCounters:
         self.blocks_dropped[cause] = self.blocks_dropped.get(cause, 0) + num_blocks
 
     def count_load(self, report: LoadReport, num_bytes: int = 0) -> None:
-        """Count a load that has ended, and its last copy of `num_bytes`, if any."""
+        """Count a load that has ended, and its last copy of `num_bytes` bytes (0: no copy)."""
         if num_bytes:
             self.count_load_copy(num_bytes)
         self.seconds_loaded += report.seconds
@@ -67,12 +67,12 @@ class OffloadCounters:
             self.tokens_loaded[tier] = self.tokens_loaded.get(tier, 0) + tokens
 
     def count_load_copy(self, num_bytes: int) -> None:
-        """Count a copy from the slab to the pool that has ended well."""
+        """Count a successful copy from the slab to the pool."""
         self.load_bytes += num_bytes
         self.load_sizes.observe_value(num_bytes)
 
     def count_store(self, num_blocks: int, num_bytes: int) -> None:
-        """Count a copy from the pool to the slab that has ended well."""
+        """Count a successful copy from the pool to the slab."""
         self.stores += 1
         self.stored_blocks += num_blocks
         self.store_bytes += num_bytes

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of agents' jobs between two turns (requests) of a job. The tiers hold the blocks of an
-ended turn for the job's next turn, and read them into the slab when that turn is due.
+"""Keeps the blocks of agents' jobs between two turns (requests) of a job. The tiers hold the blocks
+of an ended turn for the job's next turn, and read the blocks into the slab when that turn is due.
 
     turn ──► held ──(due: seconds from the end of the turn)──► being read ──► held, in the slab
       └──────────── ended by the next turn, by the job's end, or by time-out ────────────┘
 
-A job has at most one kept turn. Keeping is best effort: a request loads or computes the blocks that
-it needs and that were dropped, or not read in time."""
+A job has at most one kept turn. Blocks may still be dropped, or not be read in time; the next
+turn's request then loads or computes them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .base import JobRetention
 from .connector_context import ConnectorContext
 
 MOST_TURNS = 4096
-# Reads ahead of turns hold at most this share of the slab at once.
+# The largest share of the slab that blocks read ahead for due turns may hold at once.
 SHARE = 0.25
-# Stores keep blocks for this long, and are asked again after half of it. The lease is short, so
-# that a server soon drops the blocks of a killed engine or of an ended job.
+# Stores keep blocks for LEASE_SECONDS, and this engine renews the lease after half of the time. The
+# lease is short, so that a server soon drops the blocks of a killed engine or of an ended job.
 LEASE_SECONDS = 30.0
-# Stores are asked again this soon after a turn, because its last blocks are still being written.
+# The first renewal after a turn comes this soon, because its last blocks are still being written.
 SETTLE_SECONDS = 1.0
 
 
@@ -37,22 +37,22 @@ class KeptTurn:
     keys: list[bytes]
     hold: Hold
     until: float  # monotonic
-    ask_at: float  # when stores are to be asked again
-    due: float | None = None  # None: not known, or read already
+    ask_at: float  # when the lease is renewed in the stores
+    due: float | None = None  # None: unknown, or the blocks were read already
     ticket: LoadTicket | None = None
-    num_read: int = 0  # blocks that the ticket brings
+    num_read: int = 0  # blocks that the read `ticket` brings
 
 
 class KeptTurns(JobRetention):
     """The kept turns of one connector, by job. An alarm wakes the engine when a turn is due. For a
-    model with sliding windows or layer states, no blocks are read ahead."""
+    model with sliding windows or layer states, blocks are not read ahead."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = context.hierarchy
         self._alarm = context.alarm
         self._parts = context.parts
         self._reads_ahead = self._hierarchy.has_stores and not self._parts.is_windowed
-        self.turns: OrderedDict[bytes, KeptTurn] = OrderedDict()  # kept now, the oldest first
+        self.turns: OrderedDict[bytes, KeptTurn] = OrderedDict()  # the oldest turn first
         self._room = int(SHARE * self._hierarchy.num_slots)  # slots
         self.num_kept = 0  # since the start
         self.blocks_read_ahead = 0  # since the start
@@ -89,7 +89,7 @@ class KeptTurns(JobRetention):
             self._end_read(turn)
 
     def poll_turns(self) -> None:
-        """Begin due reads, release ended reads, and drop turns whose time is over."""
+        """Begin the reads of due turns, release ended reads, and drop turns whose time is over."""
         now = time.monotonic()
         for job, turn in list(self.turns.items()):
             if now >= turn.until:
@@ -108,7 +108,7 @@ class KeptTurns(JobRetention):
             self.job_ended(job)
 
     def _ask_stores(self, turn: KeptTurn, now: float, again_seconds: float) -> None:
-        """Ask the stores to keep a turn's blocks for a while, and set when to ask again."""
+        """Make the stores keep a turn's blocks for LEASE_SECONDS, and set when to renew it."""
         self._hierarchy.ask_stores(turn.keys, min(LEASE_SECONDS, turn.until - now))
         turn.ask_at = now + again_seconds
         if turn.ask_at < turn.until:

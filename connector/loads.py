@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads of blocks from the tiers to the pool, for requests that wait or compute meanwhile.
+"""Loads blocks from the tiers to the pool, for requests that wait or compute meanwhile.
 
     load ──► pieces: reading (a store answers) ──► copying to the pool ──► landed ──► report
 
-A *blocking* load is one piece. Its request waits for a `LoadReport` of the leading blocks that were
-loaded. When computing would be quicker, the load ends early, perhaps without blocks.
+A *blocking* load is a single piece. The request waits for a `LoadReport`, which counts the leading
+blocks that were loaded. The load ends early, perhaps without blocks, if computing is quicker.
 
 An *overlapped* load brings pieces from the back while its request computes from the front:
 
     | computed, or soon | untouched    | read into the slab | copied to the pool | loaded |
       compute frontier ──►                                   ◄── load frontier
 
-Only copies write to the request's blocks, so computing stops only at blocks that are being copied.
-If a piece is still being read when the compute frontier reaches it, the request computes the piece,
-and the piece is dropped. The loaded part has no gaps and reaches to the end: after a failed piece
-no piece is loaded, and the request computes up to the part loaded so far.
+Only copies write to the request's blocks, so the request waits only at blocks that are being
+copied. If a piece is still being read when the compute frontier reaches the piece, the load drops
+the piece, and the request computes it. The loaded part has no gaps and reaches to the end: after a
+failed piece no piece is loaded, and the request computes all blocks before the loaded part.
 
 Blocks are counted by position in the request. A position has one block or more (`parts.py`), and is
-loaded when all that the load needs are loaded."""
+loaded when all its needed blocks are loaded."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from .parts import whole_positions
 from .request_offload import Load, Piece, RequestOffload, Stage
 
 COPY_FAULT = "a copy from the cpu tier to the KV pool failed"
-SPOILT = "dropped"  # blocks of a load under way were invalidated
+SPOILT = "dropped"  # the reason of a load whose blocks were invalidated
 
 
 class Loads(OverlappedLoads):
-    """The loads of one connector. `RequestOffload.load` is the load of a request."""
+    """The loads of one connector. `RequestOffload.load` is a single request's load."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = context.hierarchy
@@ -60,14 +60,14 @@ class Loads(OverlappedLoads):
         self._block_size = parts.block_size
         self._num_parts = parts.width
         self._slab_link = context.economics.links[context.hierarchy.tiers[0]]
-        self.under_way: list[Load] = []  # not to be changed
-        self._copies: dict[int, _Copy] = {}  # by job
-        self.ready: list[Load] = []  # copied by the next step; only this class changes it
+        self.under_way: list[Load] = []  # read only
+        self._copies: dict[int, _Copy] = {}  # by job id
+        self.ready: list[Load] = []  # loads that the next step copies; read only
         self._reports: list[LoadReport] = []
-        # Key → number of blocking loads that bring it: other requests will find it in the pool.
+        # Key → number of blocking loads of the block, which other requests can await in the pool.
         self.coming: dict[bytes, int] = {}
-        self._has_news = False  # of overlapped loads, since the last `copy_ready`
-        self.num_ended = 0  # blocking ones
+        self._has_news = False  # whether an overlapped load changed since the last `copy_ready`
+        self.num_ended = 0  # blocking loads that ended
 
     @property
     def has_due(self) -> bool:
@@ -75,10 +75,10 @@ class Loads(OverlappedLoads):
         return bool(self._has_news or self._reports or self.ready)
 
     def num_sharing(self, offload: RequestOffload) -> int:
-        """The number of requests, that of `offload` included, that would share the engine if its
-        load was overlapped. 0 if another request has no load, because it computes now or soon."""
+        """Return how many requests, including the request of `offload`, would share the engine if
+        its load was overlapped; 0 if a request without a load computes now or soon."""
         loads = [load for load in self.under_way if load.offload.stage is not Stage.FINISHED]
-        # A load under way keeps the record of its ended request.
+        # A load under way keeps the record of its request, even if the request has ended.
         num_alive = len(self._requests) - (len(self.under_way) - len(loads))
         num_others = num_alive - 1
         if not num_others:
@@ -97,9 +97,9 @@ class Loads(OverlappedLoads):
         num_short_tokens: int = 0,
         num_kept: int = 0,
     ) -> None:
-        """Begin a load for which its request waits, at most as long as computing would take. The
-        engine would compute `num_queued_tokens` of other requests first. `num_short_tokens` of the
-        last position do not count as loaded. `num_kept`: see `Parts.needed`."""
+        """Begin a load for which its request waits, at most as long as computing would take, after
+        `num_queued_tokens` of other requests. The last `num_short_tokens` of the last position do
+        not count as loaded. `num_kept`: see `Parts.needed`."""
         num_blocks = len(block_ids[0])
         load = Load(
             offload,
@@ -123,7 +123,7 @@ class Loads(OverlappedLoads):
             ],
         )
         ticket = self._begin_read(load, 0, num_blocks)
-        if (ahead := offload.read_ahead) is not None:  # its blocks are in the slab now
+        if (ahead := offload.read_ahead) is not None:  # the blocks read ahead are in the slab now
             origins = dict(zip(ahead.keys, ahead.tiers, strict=True))
             ticket.tiers = [origins.get(k, t) for k, t in zip(keys, ticket.tiers, strict=True)]
         self._begin(load)
@@ -149,7 +149,7 @@ class Loads(OverlappedLoads):
         block_ids: GroupBlockIds,
         compute_blocks: int,
     ) -> None:
-        """Begin a load whose request computes about `compute_blocks` before the frontiers meet."""
+        """Begin a load whose request computes about `compute_blocks` blocks in the meantime."""
         num_blocks = len(keys) // self._num_parts
         compute_blocks = min(compute_blocks, num_blocks)
         load = Load(
@@ -198,7 +198,7 @@ class Loads(OverlappedLoads):
         return report
 
     def poll_reads(self) -> None:
-        """Find the loads whose reads have ended or taken too long."""
+        """Find the loads whose reads have ended or have taken too long."""
         now = time.monotonic()
         self.ready = [load for load in self.under_way if _is_ready(load, now)]
 
@@ -216,7 +216,7 @@ class Loads(OverlappedLoads):
             self._read_more(load)
 
     def spoil(self, keys: AbstractSet[bytes]) -> None:
-        """Discard all blocks of each load that has one of these keys; its request computes them."""
+        """Discard all blocks of each load that has one of `keys`; the request computes them."""
         for load in self.under_way:
             if load.is_spoilt or keys.isdisjoint(load.keys):
                 continue
@@ -239,7 +239,7 @@ class Loads(OverlappedLoads):
         return reports
 
     def _learn_copy_rate(self, output: ConnectorWorkerOutput) -> None:
-        """Record the copies of one poll as one transfer: the end time of each copy is unknown."""
+        """Record the copies of one poll as a single transfer, whose last end is now."""
         ended = [self._copies[i] for i in (*output.finished_loads, *output.failed_loads)]
         if not output.failed_loads:
             num_bytes = sum(copy.num_blocks for copy in ended) * self._hierarchy.block_bytes
@@ -290,14 +290,14 @@ class Loads(OverlappedLoads):
             self._begin_read(load, start, end)
 
     def _copy_blocking(self, load: Load, piece: Piece, meta: ConnectorMetadata) -> None:
-        """Add copies of the leading positions in the slab. Without any, report the load's end."""
+        """Add copies of the leading positions in the slab, or end the load if there are none."""
         slots = piece.ticket.slots
         missing = slots.index(None) if None in slots else len(slots)
         if missing < len(slots):
             whole = load.needed[missing] // self._num_parts
             piece.end = 0 if self._parts.whole_only else whole
             if self._parts.is_windowed and not piece.ticket.waiting:
-                # Every longer hit needs this block or an earlier one that is missing too.
+                # Every longer hit needs this block, or an earlier block that is missing too.
                 load.shorter_tokens = load.first_token + whole * self._block_size
         if load.is_spoilt:
             self._end_blocking(load, piece, SPOILT)
@@ -310,7 +310,7 @@ class Loads(OverlappedLoads):
             self._copy(load, piece, cast("list[int]", slots), meta)
 
     def _copy_piece(self, load: Load, piece: Piece, meta: ConnectorMetadata) -> None:
-        """Copy the last blocks of a piece that were read and lie behind the compute frontier."""
+        """Copy the last blocks of a piece that were read and lie after the compute frontier."""
         width = self._num_parts
         slots = piece.ticket.slots
         lowest = max(0, load.compute_frontier - piece.start)
@@ -328,7 +328,7 @@ class Loads(OverlappedLoads):
             self._read_times.let_go(piece.ticket)
 
     def _copy(self, load: Load, piece: Piece, slots: list[int], meta: ConnectorMetadata) -> None:
-        """Add one job for each part of a piece."""
+        """Add one copy job for each part (cache group and rank) of a piece."""
         load.copying.append(piece)
         began = time.monotonic()
         width, num_state_keys = self._num_parts, self._parts.num_state_keys
@@ -341,7 +341,7 @@ class Loads(OverlappedLoads):
                 pairs = zip(load.needed[: len(slots)], slots, strict=True)
                 mine = [slot for place, slot in pairs if place % width == index]
                 block_ids = block_ids[len(block_ids) - len(mine) :]
-            if states and part.group == 0:  # the job also copies its rank's states
+            if states and part.group == 0:  # the job also copies the states of its rank
                 pieces = load.block_ids[self._parts.num_groups]
                 first = index * len(pieces)
                 block_ids += pieces
@@ -375,7 +375,7 @@ class Loads(OverlappedLoads):
         else:
             load.failure = failure or ("slow" if is_late else "partial")
             self._counters.count_failure(load.failure)
-        # A late load that was given up has no fault.
+        # A load that is given up because it is late has no fault.
         late_fault = None if is_late else fault_of(ticket)
         load.fault = COPY_FAULT if failure == "load_copy" else late_fault
         tiers = self._tiers_of(load, ticket)[:num_blocks]
@@ -395,7 +395,7 @@ class Loads(OverlappedLoads):
         """Process the next piece of an overlapped load, whose copy has ended."""
         self._read_times.let_go(piece.ticket)
         if not piece.is_good:
-            # The engine has ended this load itself, so its fault is not reported.
+            # A load that the engine has ended itself reports no fault.
             self._fail_load(load, "load_copy", None if load.is_over else COPY_FAULT)
         elif piece.end == load.load_frontier:
             load.load_frontier = piece.start
@@ -405,7 +405,7 @@ class Loads(OverlappedLoads):
             self._counters.count_load_copy(num_copied * self._hierarchy.block_bytes)
 
     def _tiers_of(self, load: Load, ticket: LoadTicket) -> list[str]:
-        """The slowest tier among the blocks of each position that was read."""
+        """Return, for each position that was read, the slowest tier of its blocks."""
         order = self._hierarchy.tiers
         if not self._parts.is_windowed:
             return whole_positions(ticket.tiers, self._num_parts, order)
@@ -432,7 +432,7 @@ class Loads(OverlappedLoads):
         load.offload.stage = Stage.LOADING
 
     def _end(self, load: Load, *, has_failed: bool) -> None:
-        """End the load; if its request has ended, drop the record too."""
+        """End the load, and drop the record of its request if the request has ended."""
         self.under_way.remove(load)
         offload = load.offload
         offload.load = None
@@ -442,7 +442,7 @@ class Loads(OverlappedLoads):
             offload.stage = Stage.FAILED if has_failed else Stage.READY
 
     def _fail_load(self, load: Load, reason: str, fault: str | None) -> None:
-        """Give a load up: its request computes every block whose copy to the pool has not begun."""
+        """Give up a load: its request computes all blocks whose copy to the pool has not begun."""
         load.failure = reason
         load.fault = load.fault or fault
         self._counters.count_failure(reason)
@@ -461,7 +461,7 @@ class _Copy(NamedTuple):
 
 
 def _is_ready(load: Load, now: float) -> bool:
-    """Whether the load's next piece can be copied, or is late."""
+    """Whether the load's next piece can be copied, or has taken too long."""
     if not load.reading or len(load.copying) >= PIECES_AT_ONCE:
         return False
     is_late = load.give_up_at is not None and load.give_up_at <= now
@@ -469,7 +469,7 @@ def _is_ready(load: Load, now: float) -> bool:
 
 
 def fault_of(ticket: LoadTicket) -> str | None:
-    """A description of the reads that ended without their blocks; None if there are none."""
+    """Return a description of the reads that ended without blocks; None if no read did."""
     if ticket.fault is None:
         return None
     missing = [i for i, slot in enumerate(ticket.slots[: ticket.begun]) if slot is None]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups of requests' prompts in the tiers, and the decision to load the blocks found.
+"""Looks up requests' prompts in the tiers, and decides whether to load the blocks found.
 
-    queued         the stores are asked, and blocks that only a store has are read into the slab
-    match_prefix   none, load, overlap or retry
-    begin_load     the load that was chosen
+    queued         looks up stores, and begins to read blocks that only a store has into the slab
+    match_prefix   returns the match: none, load, overlap or retry
+    begin_load     begins the load that the match offered
 
-The answer to a look-up is kept until the tiers change, because the scheduler looks up waiting
+The result of a look-up is kept until the tiers change, because the scheduler looks up waiting
 requests in every step, and one look-up walks over thousands of keys."""
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .messages import NO_MATCH, Elsewhere, GroupBlockIds, Match, MatchKind
 from .prefill_decode.prefill_waits import PrefillWaits
 from .request_offload import Lookup, RequestOffload
 
-# A remembered look-up of a long context holds thousands of keys. Few are needed: a step looks up
-# only the first waiting request, and those that got RETRY.
+# The most look-ups whose results are kept, since each may hold thousands of keys. A step looks up
+# only the first waiting request, and requests that got RETRY.
 REMEMBERED_LOOKUPS = 256
-# Reading ahead pins at most this share of the slab, so that loads and stores find slots.
+# The largest share of the slab that blocks read ahead may pin, so that loads and stores find slots.
 AHEAD_SHARE = 0.25
 _RETRY = Match(0, MatchKind.RETRY)
 
@@ -44,10 +44,10 @@ class Lookups:
         self._read_times = context.read_times
         self._loads = loads
         self._waits = waits
-        # Requests with a remembered look-up, the newest last.
+        # The requests whose last look-up is kept, the newest look-up last.
         self._latest: OrderedDict[RequestOffload, None] = OrderedDict()
-        # Requests that wait for answers of stores; only this class changes them.
-        self.unanswered: dict[RequestOffload, None] = {}  # in their order
+        # Requests that wait for answers of stores, in order; read only.
+        self.unanswered: dict[RequestOffload, None] = {}  # as a set
         self.retry_version: int | None = None  # `_version` at the last RETRY
         self._blocks_ahead = 0
 
@@ -55,8 +55,8 @@ class Lookups:
         return len(self._latest)
 
     def queued(self, offload: RequestOffload, request: RequestView) -> None:
-        """Announce the prompt of a new request to the tiers, and ask remote stores for its blocks.
-        If loading is worth it, read blocks that only a store has while the request waits."""
+        """Report the prompt of a new request to the tiers, and look up its blocks in remote stores.
+        If loading saves time, read blocks that only a store has while the request waits."""
         if self._hierarchy.learns and not offload.is_observed:
             offload.is_observed = True
             self._hierarchy.announce_prompt(self._parts.keys_of(request.block_hashes))
@@ -65,7 +65,7 @@ class Lookups:
         lookup = self._look_up_range(offload, request, 0, self._end_of(request))
         if lookup is None:
             return
-        # With windows, remote stores may not have been asked for blocks before the hit's end.
+        # With windows, the look-up may have skipped blocks before the hit's end in remote stores.
         prefix = lookup.prefix
         num_found = max(len(prefix.tiers), prefix.num_found)
         known = 0 if self._parts.has_windows else num_found * self._width
@@ -77,7 +77,7 @@ class Lookups:
             if offload.unanswered is None:
                 self.unanswered[offload] = None
             offload.unanswered = request
-            self._forget_answer(offload)  # it predates the stores' answers
+            self._forget_answer(offload)  # the kept result is older than the stores' answers
             return
         self._begin_ahead(offload, lookup)
 
@@ -89,7 +89,7 @@ class Lookups:
         num_queued_tokens: int,
         num_pool_tokens: int | None = None,
     ) -> Match:
-        """See `KVConnectorScheduler.get_matched_tokens`."""
+        """Return the match of a request; see `KVConnectorScheduler.get_matched_tokens`."""
         match = self._match_tiers(
             offload, request, num_computed_tokens, num_queued_tokens, num_pool_tokens
         )
@@ -99,8 +99,8 @@ class Lookups:
         return match._replace(junction=self._junction(lookup))
 
     def _junction(self, lookup: Lookup) -> int:
-        """The number of leading tokens whose blocks were found, but not the layer states after
-        them. 0 if there are none."""
+        """Return the number of leading tokens whose blocks were found, but not the layer states
+        after these tokens; 0 if there are no such tokens."""
         prefix = lookup.prefix
         if prefix.num_found <= len(prefix.tiers) or prefix.num_found <= lookup.num_kept:
             return 0
@@ -122,7 +122,7 @@ class Lookups:
         lookup = self._look_up_range(offload, request, first, min(end, most), num_kept)
         if lookup is None:
             return NO_MATCH
-        if most < end:  # the longer hit was counted and planned before
+        if most < end:  # the longer hit was counted and planned already
             lookup.is_counted = lookup.is_decided = True
         if lookup.prefix.asked:  # a remote store will answer soon
             return self._retry_later()
@@ -131,7 +131,7 @@ class Lookups:
             return _RETRY
         tiers = lookup.prefix.tiers
         if not tiers:
-            # Blocks that another request is loading will be in the pool for this one too.
+            # Blocks that another request is loading will be in the pool for this request too.
             if lookup.prefix.pending:
                 return self._retry_later()
             self._record_lookup(lookup)
@@ -145,11 +145,11 @@ class Lookups:
             return self._retry_later()
         self._record_lookup(lookup)
         num_tokens = plan.num_blocks * self._block_size
-        # The last token is always computed, but its block may be loaded.
+        # The last token is always computed, even if its block is loaded.
         num_wanted = request.num_tokens - 1 - num_computed_tokens
         if not plan.compute_blocks or self._parts.is_windowed:
             return Match(min(num_tokens, num_wanted), MatchKind.LOAD)
-        if num_tokens > num_wanted:  # the frontiers meet at a block's start
+        if num_tokens > num_wanted:  # computed and loaded blocks meet at the start of a block
             num_tokens -= self._block_size
         return Match(num_tokens, MatchKind.OVERLAP) if num_tokens else NO_MATCH
 
@@ -161,7 +161,7 @@ class Lookups:
         *,
         overlapped: bool,
     ) -> None:
-        """Load the blocks of the last look-up. Raises KeyError for a request without a look-up."""
+        """Load the blocks of a request's last look-up. Raises KeyError if there is no look-up."""
         lookup = offload.lookup
         if lookup is None:
             raise KeyError(offload.request_id)
@@ -199,14 +199,14 @@ class Lookups:
         return True
 
     def drop_lookup(self, offload: RequestOffload) -> None:
-        """Forget the look-up of a request that loads or has ended; release its reads ahead."""
+        """Drop the look-up and the blocks read ahead of a request that loads or has ended."""
         self._forget_answer(offload)
         self._mark_answered(offload)
         self._clear_lookup(offload)
 
     @property
     def _version(self) -> int:
-        """A number that changes whenever an answer to the scheduler may change."""
+        """Return a number that changes whenever the result of a look-up may change."""
         return self._hierarchy.version + self._loads.num_ended
 
     def _retry_later(self) -> Match:
@@ -226,7 +226,7 @@ class Lookups:
             return
         plan = self._make_plan(offload, 0, tiers)
         if plan.compute_blocks:
-            return  # an overlapped load reads from the back
+            return  # an overlapped load would read the blocks from the back
         tiers = tiers[: self._longest(lookup, plan.num_blocks)]
         if tiers.count(self._hierarchy.tiers[0]) == len(tiers):
             return  # the slab has all blocks worth loading
@@ -248,7 +248,7 @@ class Lookups:
             del self.unanswered[offload]
 
     def _keep(self, offload: RequestOffload, lookup: Lookup) -> None:
-        """Keep a look-up as the newest. Drop the oldest one beyond REMEMBERED_LOOKUPS."""
+        """Keep a look-up as the newest. Drop the oldest look-up beyond REMEMBERED_LOOKUPS."""
         offload.lookup = lookup
         self._latest[offload] = None
         self._latest.move_to_end(offload)
@@ -262,10 +262,10 @@ class Lookups:
             del self._latest[offload]
 
     def _end_of(self, request: RequestView) -> int:
-        """The number of leading blocks that may be loaded. The last token is always computed, to
-        get logits. If another engine computed the prompt and the digest of the last token's block
-        is known, this block counts too. With layer states it counts only if the request has an
-        output token, because the states after the prompt include the prompt's last token."""
+        """Return the number of leading blocks that may be loaded. The last token is always
+        computed, to get logits. If another engine computed the prompt and the digest of the last
+        token's block is known, this block counts too. With layer states this block counts only if
+        the request has an output token, as the states after the prompt include its last token."""
         num_tokens = request.num_tokens - 1
         end = num_tokens // self._block_size
         if request.tail_hash is not None and num_tokens % self._block_size:
@@ -274,8 +274,8 @@ class Lookups:
         return min(end, len(self._digests_of(request)))
 
     def _digests_of(self, request: RequestView) -> Sequence[bytes]:
-        """The digests of the request's blocks. A `tail_hash` replaces the digests from the last
-        token's block on; at most one token follows the tokens that it covers."""
+        """Return the digests of the request's blocks. A `tail_hash` replaces the digests from the
+        last token's block on; at most one token follows the tokens that the `tail_hash` covers."""
         tail = request.tail_hash
         if not tail:
             return request.block_hashes
@@ -289,15 +289,15 @@ class Lookups:
         end: int,
         num_kept: int = 0,
     ) -> Lookup | None:
-        """The answer of `Parts.find_longest_hit` for blocks `first` to `end` of the request, which
-        is kept until the tiers change. None if `end <= first`."""
+        """Return the result of `Parts.find_longest_hit` for blocks `first` to `end` of the request,
+        which is kept until the tiers change. None if `end <= first`."""
         if end <= first:
             return None
         version = self._hierarchy.version
         digests = self._digests_of(request)
         known, num_kept = offload.lookup, min(num_kept, end - first)
         most_tokens = request.num_tokens - 1 if self._parts.is_windowed else None
-        # The last digest identifies the whole chain, also if a request id is used again.
+        # The last digest identifies all blocks, even if another request has the same id.
         if (
             known is None
             or (known.first, known.most_tokens, known.num_kept) != (first, most_tokens, num_kept)
@@ -316,7 +316,7 @@ class Lookups:
             num_kept,
             partial(self._ask_for_states, offload),
         )
-        # Blocks read ahead were counted when their reads began.
+        # Blocks read ahead were counted as looked up when their reads began.
         is_counted = offload.read_ahead is not None or (
             known is not None and known.keys is keys and known.is_counted
         )
@@ -328,7 +328,8 @@ class Lookups:
         return lookup
 
     def _ask_for_states(self, offload: RequestOffload, keys: Sequence[bytes]) -> bool:
-        """Ask remote stores for states, once for each position. True if an answer will come."""
+        """Look up states in remote stores, once per position. Return whether a store will
+        answer."""
         digest = keys[0][:DIGEST_BYTES]
         if digest in offload.asked_states:
             return False
@@ -336,14 +337,14 @@ class Lookups:
         return self._hierarchy.prefetch_lookup(keys, offload.context)
 
     def _plan_of(self, offload: RequestOffload, lookup: Lookup, num_queued_tokens: int) -> Plan:
-        """The plan for the hit of a look-up. Each look-up has one plan, made at the first call."""
+        """Return the plan for the hit of a look-up, which is made at the first call."""
         if lookup.plan is None:
             plan = self._make_plan(
                 offload,
                 lookup.first,
                 lookup.prefix.tiers,
                 num_queued_tokens,
-                decides=not lookup.is_decided,  # count a request's plans once
+                decides=not lookup.is_decided,  # a request counts once
             )
             lookup.plan = plan._replace(num_blocks=self._longest(lookup, plan.num_blocks))
             lookup.num_queued_tokens = num_queued_tokens
@@ -369,7 +370,7 @@ class Lookups:
         )
 
     def _record_lookup(self, lookup: Lookup) -> None:
-        """Count a look-up whose answer the request follows, once for each prompt."""
+        """Count a look-up whose result the request uses, once for each prompt."""
         if not lookup.is_counted:
             lookup.is_counted = True
             found = lookup.prefix.tiers
@@ -379,8 +380,8 @@ class Lookups:
     def _needed_keys(
         self, lookup: Lookup, num_positions: int, most_tokens: int | None = None
     ) -> list[bytes]:
-        """The keys of the blocks that a hit of `num_positions` needs, in the order of the sequence.
-        `most_tokens` replaces that of the look-up."""
+        """Return the keys of the blocks that a hit of `num_positions` needs, in the order of the
+        sequence. `most_tokens` replaces `lookup.most_tokens`."""
         if not self._parts.is_windowed:
             return lookup.keys[: num_positions * self._width]
         if most_tokens is None:
@@ -393,7 +394,7 @@ class Lookups:
         return keys
 
     def _longest(self, lookup: Lookup, num_positions: int) -> int:
-        """The length of the longest hit of at most `num_positions` of the positions found."""
+        """Return the length of the longest hit among the first `num_positions` positions found."""
         if num_positions == len(lookup.prefix.tiers) or not self._parts.is_windowed:
             return num_positions
         return self._parts.longest(
@@ -407,7 +408,7 @@ class Lookups:
 
 
 def _num_read_ahead(offload: RequestOffload) -> Mapping[str, int]:
-    """The number of blocks of the request that are still being read ahead, by tier."""
+    """Return the number of blocks that are still being read ahead for the request, by tier."""
     ticket = offload.read_ahead
     if ticket is None:
         return NONE_READ

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between the scheduler and the connector, and between the connector's two sides: matches,
-copy jobs, reports."""
+"""Messages between the scheduler and the connector, and between the connector's two sides."""
 
 from __future__ import annotations
 
@@ -11,17 +10,17 @@ from typing import NamedTuple
 
 
 class MatchKind(Enum):
-    """The connector's answer to a look-up: what the scheduler does next with the request."""
+    """The result of a look-up: what the scheduler does next with the request."""
 
-    NONE = "none"  # nothing to load: schedule it
+    NONE = "none"  # no block to load: schedule the request
     LOAD = "load"  # allocate blocks, begin a blocking load
-    OVERLAP = "overlap"  # allocate blocks, begin an overlapped load; or treat it as LOAD
-    RETRY = "retry"  # blocks are on their way in: ask again after the next wake-up
+    OVERLAP = "overlap"  # allocate blocks, begin an overlapped load; LOAD is allowed too
+    RETRY = "retry"  # blocks are being read: look up again after the next wake-up
 
 
 class Match(NamedTuple):
-    """The tokens that the tiers hold after the computed ones in the pool: not all of the request,
-    and without a `tail_hash` a multiple of the block size."""
+    """The number of tokens that the tiers hold after the tokens in the pool: fewer than the request
+    still needs, and without a `tail_hash` a multiple of the block size."""
 
     tokens: int
     kind: MatchKind
@@ -35,17 +34,17 @@ NO_MATCH = Match(0, MatchKind.NONE)
 
 class EvictedBlock(NamedTuple):
     """A pool block and its key. An evicted block has lost the key in this step, and the step
-    overwrites the block. Cold, just computed and resident blocks are passed as EvictedBlock too;
-    they keep key and bytes. A block has a page in one cache group or in several consecutive groups
+    overwrites the block. Cold, just computed and resident blocks are EvictedBlocks too, but keep
+    key and bytes. A block has a page in one cache group or in several consecutive groups
     (`page_keys.pages_of`)."""
 
-    block_id: int  # of its first page; the next ones have the next ids
+    block_id: int  # of the block's first page; the next pages have the next ids
     key: bytes  # digest | group u16, the pool's key of the first page
     num_pages: int = 1
 
 
-# One list of block ids for each cache group, all of one length. If layers carry states, another
-# list follows: the pages of a checkpoint, one for each piece.
+# One list of block ids for each cache group, all of the same length. If layers carry states,
+# another list follows: the pages of a state checkpoint, one for each piece.
 GroupBlockIds = Sequence[Sequence[int]]
 
 
@@ -71,9 +70,9 @@ class CopyJob:
 
 @dataclass(slots=True)
 class ConnectorMetadata:
-    """The decisions for one step, from the scheduler side to the worker side."""
+    """The copies of one step, from the scheduler side to the worker side."""
 
-    stores: list[CopyJob] = field(default_factory=list)  # pool → slab, before anything overwrites
+    stores: list[CopyJob] = field(default_factory=list)  # pool → slab, before the forward pass
     loads: list[CopyJob] = field(default_factory=list)  # slab → pool, after the stores
     # pool → slab, in parallel with the forward pass; this step does not write to these blocks.
     ahead: list[CopyJob] = field(default_factory=list)
@@ -90,20 +89,20 @@ NOTHING_TO_MOVE = ConnectorMetadata()
 
 @dataclass(slots=True)
 class ConnectorWorkerOutput:
-    """The jobs finished by the worker side since the last poll: ids from ConnectorMetadata."""
+    """The ids of copy jobs (from ConnectorMetadata) that finished since the last poll."""
 
     finished_stores: list[int] = field(default_factory=list)
     failed_stores: list[int] = field(default_factory=list)
     finished_loads: list[int] = field(default_factory=list)
     failed_loads: list[int] = field(default_factory=list)
-    # By job id of a finished store, if the device makes digests: one a block, in the job's order.
+    # Digests of stored blocks by job id, if the device makes digests: one per block, in job order.
     store_digests: dict[int, list[bytes]] = field(default_factory=dict)
-    # Jobs ended since the start; the next poll may report some of them.
+    # The number of jobs ended since the start, perhaps including jobs of the next poll.
     num_ended: int = field(default=0, compare=False)
     # Costs, for metrics only.
-    store_copy_seconds: float = field(default=0.0, compare=False)  # of the stores that ended
-    load_copy_seconds: float = field(default=0.0, compare=False)  # of the loads that ended
-    store_wait_seconds: float = field(default=0.0, compare=False)  # waits of the step for stores
+    store_copy_seconds: float = field(default=0.0, compare=False)  # of ended stores
+    load_copy_seconds: float = field(default=0.0, compare=False)  # of ended loads
+    store_wait_seconds: float = field(default=0.0, compare=False)  # of the step, for stores
 
     def __bool__(self) -> bool:
         return bool(
@@ -120,19 +119,19 @@ class LoadReport:
     """The result of one request's load, sent when the load has ended."""
 
     request_id: str
-    # External tokens that were loaded: the first ones of a blocking load, the last ones of an
-    # overlapped load. 0 on failure.
+    # How many external tokens were loaded: the first tokens of a blocking load, the last tokens of
+    # an overlapped load. 0 on failure.
     num_loaded_tokens: int
     tokens_by_tier: dict[str, int] = field(default_factory=dict)  # "cpu" | "ssd" → tokens
     seconds: float = 0.0
-    is_whole: bool = field(default=True, compare=False)  # every block of the load came
-    # Why blocks that a tier had did not come, in words. None without a fault, also if the load was
-    # given up because computing was quicker.
+    is_whole: bool = field(default=True, compare=False)  # all blocks of the load came
+    # Why blocks that a tier had did not come, in words. None without a fault, and for a load that
+    # was given up because computing was quicker.
     failure: str | None = field(default=None, compare=False)
-    # The engine ended the load itself; no fault is known.
+    # Whether the engine ended the load itself, without a fault.
     is_cancelled: bool = field(default=False, compare=False)
-    # Nothing came because a window lacks a block. The next look-up seeks a hit of at most this many
-    # tokens of the request: such a hit does not need the block. 0: there is no such hit.
+    # The most tokens of a hit for which the next look-up searches, if no block came because a
+    # window lacks a block that longer hits need. 0: no shorter hit.
     shorter_tokens: int = field(default=0, compare=False)
 
 
@@ -147,14 +146,14 @@ class LoadState(NamedTuple):
     """The limit up to which a request with an overlapped load may compute."""
 
     limit: int  # tokens; at the limit the request waits for a copy or the load's end
-    load_frontier: int  # all tokens from this one on have been loaded
+    load_frontier: int  # all tokens of the load from this index on have been loaded
     is_copying: bool  # blocks before the load frontier are being written to
-    failure: str | None = None  # why blocks have not come; see `LoadReport.failure`
+    failure: str | None = None  # see `LoadReport.failure`
 
 
 class Elsewhere(Enum):
     """Whether another engine computes the prompt of a request at this moment."""
 
     NO = "no"
-    PERHAPS = "perhaps"  # if blocks of the prompt come, another engine computes it
-    TOLD = "told"  # the sender of the request says so
+    PERHAPS = "perhaps"  # another engine computes the prompt if blocks of the prompt come
+    TOLD = "told"  # the sender of the request states that another engine does

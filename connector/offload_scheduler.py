@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler side of offloading: decides which blocks are stored and loaded, and when.
+"""The scheduler side of offloading: decides which blocks are stored in and loaded from the tiers.
 
     request_queued       blocks that only a store has are read while the request waits to run
-    get_matched_tokens   find ──► none, load, overlap or retry; none too if computing is quicker
+    get_matched_tokens   find ──► none, load, overlap or retry; none also if computing is quicker
     begin_load           blocking or overlapped; ready at once, or when a store has been read
     build_meta           evicted and cold blocks ──► begin_store; ready loads ──► copy jobs
     update_from_worker   end_store, end_load ──► one report for each waiting request
 
 This module handles no tensors, devices or files. Blocks and slots are numbers; the `Hierarchy`
-knows where their bytes are."""
+records where the bytes of a block are."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from .request_offload import RequestOffload, Stage
 
 log = logging.getLogger(__name__)
 
-# Time to close the stores, granted even if writing blocks took all of the shutdown's time.
+# The time to close the stores, even if writing blocks took all of the shutdown's time.
 CLOSE_SECONDS = 2.0
-FORGET_SECONDS = 5.0  # for a disk to record that all its blocks were dropped
+FORGET_SECONDS = 5.0  # how long a disk may take to record that all its blocks were dropped
 
 
 class OffloadScheduler(KVConnectorScheduler):
-    """Decides which blocks move between the pool and the tiers of `context`. It owns the hierarchy
-    and `serving`: `shutdown` closes both."""
+    """Decides which blocks move between the pool and the tiers of `context`. `shutdown` closes the
+    hierarchy and `serving`."""
 
     stores_ahead: Outgoing
     prompts_elsewhere: PrefillWaits
@@ -69,7 +69,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self._economics = context.economics
         self._read_times = context.read_times
         self._counters = context.counters
-        # The worker side calls it, from any thread, with the number of jobs ended since its start.
+        # The worker side calls `note_ended`, from any thread, with its number of ended jobs.
         self.note_ended = context.signal.note_ended
         self.requests: dict[str, RequestOffload] = context.requests
         self._serving = serving
@@ -96,7 +96,7 @@ class OffloadScheduler(KVConnectorScheduler):
 
     def request_queued(self, request: RequestView, context: RequestContext = NO_CONTEXT) -> None:
         offload = self._offload_of(request.request_id)
-        if offload.stage is Stage.FINISHED:  # a new request has its id
+        if offload.stage is Stage.FINISHED:  # a new request has the same id
             offload.stage = Stage.LOADING
             offload.most_blocks = None
         offload.context = context
@@ -111,7 +111,7 @@ class OffloadScheduler(KVConnectorScheduler):
         self._lookups.drop_lookup(offload)
         if offload.load is None:
             del self.requests[request_id]
-        else:  # the record ends with the load
+        else:  # the end of the load deletes the record
             offload.stage = Stage.FINISHED
             offload.elsewhere = Elsewhere.NO
 
@@ -208,10 +208,10 @@ class OffloadScheduler(KVConnectorScheduler):
         if self._closed:
             return
         self._closed = True
-        self._signal.set_wakeup(None)  # the engine's loop is over
+        self._signal.set_wakeup(None)  # the engine's step loop has ended
         self._alarm.close()
         self._forget_answers()
-        # Closing the stores has time of its own, within the limit if possible.
+        # Closing the stores gets CLOSE_SECONDS, within `timeout_seconds` if possible.
         deadline = time.monotonic() + max(timeout_seconds, CLOSE_SECONDS)
         flush_seconds = timeout_seconds - CLOSE_SECONDS
         if not self._signal.wait_idle(flush_seconds):
@@ -222,12 +222,12 @@ class OffloadScheduler(KVConnectorScheduler):
         if self._serving is not None:
             self._serving.close(CLOSE_SECONDS)
         left = deadline - time.monotonic()
-        # A store that failed to write in time gets only the short time to close.
+        # A store that failed to write in time has at most CLOSE_SECONDS to close.
         if not self._hierarchy.close(left if is_flushed else min(left, CLOSE_SECONDS)):
             log.error("a tier still uses memory that it should have given back")
 
     def _offload_of(self, request_id: str) -> RequestOffload:
-        """The record of a request, created if there is none."""
+        """Return the record of a request, created at the first call."""
         offload = self.requests.get(request_id)
         if offload is None:
             offload = self.requests[request_id] = RequestOffload(request_id)
@@ -241,9 +241,9 @@ class OffloadScheduler(KVConnectorScheduler):
         self._kept_turns.clear()
 
     def _poll_tiers(self) -> bool:
-        """Process finished transfers of the tiers. True if a step has a load to copy or report."""
+        """Process finished transfers of the tiers. Return whether a load can be copied or ended."""
         self._hierarchy.poll()
-        # Most steps have none of this work; the checks avoid calls of code outside the CPU's cache.
+        # Most steps have no such work; the checks avoid calls of code outside the CPU's cache.
         if self._read_times.watched:
             self._read_times.record_ended_loads()
         if self._loads.under_way or self._loads.ready:
@@ -261,7 +261,7 @@ class OffloadScheduler(KVConnectorScheduler):
 
     def _handle_worker_output(self, output: ConnectorWorkerOutput) -> None:
         """Process the stores that the worker has finished, its timings, and calibration jobs."""
-        if output.num_ended > self._signal.ended:  # seldom: `note_ended` usually came first
+        if output.num_ended > self._signal.ended:  # rare: `note_ended` usually comes first
             self._signal.catch_up(output.num_ended)
         if self._calibration.job is not None:
             self._jobs_reported += self._calibration.pop_calibration_job(output)

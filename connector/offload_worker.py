@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker side of offloading: turns one step's jobs into copies in the right order.
 
-    store job   after the last writer of the pool; a device without streams copies it at once
-    load job    after the last writer, and after every store queued before it: its blocks may be
-                the ones that are being stored
-    ahead job   like a store job, after those of the step, in parallel with the forward pass
+    store job   after the last writer of the pool; a device without streams copies at once
+    load job    after the last writer, and after every store queued before, because the load may
+                overwrite blocks that are being stored
+    ahead job   after the store jobs of the step, in parallel with the forward pass
     forward     after every store of the step, and after the ahead jobs whose blocks it overwrites
 
 This module handles no keys and no requests: blocks and slots are numbers."""
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Copies take milliseconds; more than this means a stuck stream.
+# The longest wait for stores. Copies take milliseconds; a longer one means a stuck stream.
 STORE_WAIT_SECONDS = 30.0
 
 
 class OffloadWorker(KVConnectorWorker):
     """Runs copy jobs on a device on which the slab is registered already. Any thread may call
     `wakeup`, with the number of jobs that have ended since the start. `wakeup` must return at once.
-    Calls may be lost or come out of order, as long as the last number arrives."""
+    Calls may be lost or reordered, as long as the last number arrives."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class OffloadWorker(KVConnectorWorker):
         self._num_ended = 0
         self._store_wait_seconds = store_wait_seconds
         self._stores: dict[int, Event] = {}
-        self._ahead: set[int] = set()  # jobs of `_stores` that no forward pass waits for
+        self._ahead: set[int] = set()  # ids of jobs in `_stores` for which no forward pass waits
         self._loads: dict[int, Event] = {}
         self._torn: set[int] = set()  # stores whose blocks were overwritten during the copy
         self._unreported: ConnectorWorkerOutput | None = None
@@ -83,18 +83,18 @@ class OffloadWorker(KVConnectorWorker):
                 self._submit_copy(Stream.STORE, job, after, is_held=True)
             self._news().store_wait_seconds += time.monotonic() - began
         if meta.loads:
-            # Running stores end in order, so the newest stands for all of them.
+            # Running stores end in order, so that waiting for the newest is enough.
             newest = [event for event in self._stores.values() if not event.done()][-1:]
             for job in meta.loads:
                 self._submit_copy(Stream.LOAD, job, after + newest)
         for job in meta.ahead:
             self._submit_copy(Stream.STORE, job, after)
-            if job.job_id in self._stores:  # it has begun
+            if job.job_id in self._stores:  # the store job has begun
                 self._ahead.add(job.job_id)
 
     def wait_before_forward(self) -> None:
         if len(self._stores) == len(self._ahead):
-            return  # no store is in flight whose blocks this pass overwrites
+            return  # no running store has blocks that this pass overwrites
         due = {
             job_id: event
             for job_id, event in self._stores.items()
@@ -106,8 +106,8 @@ class OffloadWorker(KVConnectorWorker):
         late = self._device.hold_compute(list(due.values()), self._store_wait_seconds)
         for job_id, event in due.items():
             if event in late:
-                # The pass must go on, and overwrites the block during the copy. The slot's bytes
-                # are then invalid, and the job is reported as failed once the copy has ended.
+                # The forward pass must not wait longer, and overwrites the block during the copy.
+                # The slot's bytes are then invalid, and the job fails once the copy has ended.
                 self._torn.add(job_id)
                 log.error("a store has not left the pool within %s s", self._store_wait_seconds)
         self._news().store_wait_seconds += time.monotonic() - began
@@ -164,7 +164,7 @@ class OffloadWorker(KVConnectorWorker):
             self._report_failed_job(job, stream)
 
     def _report_failed_job(self, job: CopyJob, stream: Stream) -> None:
-        """Report a job that could not begin as failed. No byte of it was copied."""
+        """Report a job that could not begin as failed."""
         output = self._news()
         failed = output.failed_stores if stream is Stream.STORE else output.failed_loads
         failed.append(job.job_id)
@@ -173,7 +173,7 @@ class OffloadWorker(KVConnectorWorker):
     def _pop_ended_copies(
         self, running: dict[int, Event], finished: list[int], failed: list[int]
     ) -> dict[int, Event]:
-        """Remove the jobs that have ended from `running`. Return their events by id."""
+        """Remove the jobs that have ended from `running`. Return the jobs' events by id."""
         ended = {job_id: event for job_id, event in running.items() if event.done()}
         for job_id, event in ended.items():
             del running[job_id]

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores of blocks from the pool to the slab: evicted blocks, and cold blocks, which will be
-evicted soon.
+"""Stores blocks of the pool in the slab: evicted blocks, and cold blocks, whose eviction is near.
 
-A step overwrites the blocks that it evicts, so its forward pass waits for their copies. To shorten
-this wait, cold blocks are copied before their eviction, a bounded amount at a time, in parallel
-with forward passes that do not write to them. When such a block is evicted, the step waits at most
-for the rest of its copy. A few cold blocks join the job of the evicted blocks. With a pool in CPU
-memory all cold blocks join it, because a copy in parallel with the forward pass would take a
-processor from the pass."""
+A step overwrites the blocks that it evicts, so its forward pass waits for the copies of these
+blocks. To shorten this wait, cold blocks are copied before their eviction, a bounded amount at a
+time, in parallel with forward passes that do not write to them. When a cold block is evicted, the
+step waits at most for the rest of the block's copy. A few cold blocks join the job of the evicted
+blocks. With a pool in CPU memory all cold blocks join that job, because a copy in parallel with the
+forward pass would take a processor from the pass."""
 
 from __future__ import annotations
 
@@ -19,18 +18,18 @@ from .connector_context import ConnectorContext
 from .messages import ConnectorMetadata, CopyJob, EvictedBlock
 from .page_keys import GROUP_BYTES, group_of, pages_of
 
-# Limit on one job of cold blocks, because the evicted blocks of a later step queue behind it.
+# The most bytes of a job of cold blocks, as evicted blocks of a later step wait for the job.
 AHEAD_BYTES = 16 * 1024**2
-AHEAD_BLOCKS = 128  # for small blocks: bounds the time in which a step chooses them
+AHEAD_BLOCKS = 128  # the most blocks of a job of cold blocks, which bounds the time to choose them
 AHEAD_JOBS = 2  # in flight
-# A separate job costs as much as copying this many bytes, so up to this many bytes of cold blocks
-# join the job of the evicted ones.
+# Up to so many bytes of cold blocks join the job of evicted blocks, because a separate job costs as
+# much as copying these bytes.
 ALONG_BYTES = 1024**2
 
 
 class Outgoing(StoresAhead):
-    """The store jobs of one connector, from the choice of slots to the end of the copies. A block
-    of the pool has a part, with its own jobs, on every rank; its key ends with its cache group."""
+    """The store jobs of one connector, from the choice of slots to the end of the copies. A pool
+    block has a part on every rank, with its own jobs. A key ends with the block's cache group."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = context.hierarchy
@@ -39,12 +38,12 @@ class Outgoing(StoresAhead):
         self._counters = context.counters
         self._job_ids = context.job_ids
         self._tickets: dict[int, StoreTicket] = {}
-        # Jobs of cold blocks in flight: for each job, the pool block of each key.
+        # Jobs of cold blocks in flight: job id → key → pool block.
         self._ahead: dict[int, dict[bytes, int]] = {}
-        self._ahead_job_of: dict[bytes, int] = {}  # key → the job that copies it
-        # Jobs that the next step waits for, even if it evicts no block; only this class changes it.
+        self._ahead_job_of: dict[bytes, int] = {}  # key → id of the job that copies its block
+        # Ids of jobs for which the next step waits, even if that step evicts no block; read only.
         self.overtaken: set[int] = set()
-        self._void: dict[int, set[bytes]] = {}  # by job: keys whose copies are not valid
+        self._void: dict[int, set[bytes]] = {}  # job id → keys whose copies are invalid
         self._batch = max(1, min(AHEAD_BLOCKS, AHEAD_BYTES // self._hierarchy.block_bytes))
         self._copies_beside = context.copies_beside
         self._along = ALONG_BYTES // self._hierarchy.block_bytes
@@ -126,8 +125,8 @@ class Outgoing(StoresAhead):
         return [(index, found[part.group]) for index, part in parts if part.group in found]
 
     def _begin_store_job(self, blocks: Sequence[EvictedBlock], index: int) -> CopyJob | None:
-        # A pool evicts the tail of a chain first, but the tiers take the head first. Two blocks may
-        # have the same key; then their bytes are the same.
+        # A pool evicts the tail of a sequence first, but the tiers store the head first. Blocks
+        # with the same key have the same bytes.
         part, shard = self._parts.all[index], self._parts.suffixes[index][GROUP_BYTES:]
         ids = {block.key + shard: block.block_id for block in reversed(blocks)}
         ticket = self._hierarchy.begin_store(list(ids))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of the pool's pages, as the pool and the connector exchange them.
+"""The keys of the pool's pages, in the form that the pool and the connector exchange.
 
 The key of a page is a digest (32 bytes) and its cache group (u16, little-endian); the key of a
-block in the tiers is such a key followed by a rank (`tiers/block.py`). A block of the pool has a
-page in each of `width` consecutive groups; the first group's number is a multiple of `width`. A
-block has the id and the key of its first page:
+block in the tiers is the key of a page followed by a rank (`tiers/block.py`). A block of the pool
+has a page in each of `width` consecutive groups; the first group's number is a multiple of `width`.
+A block has the id and the key of its first page:
 
     width 2     block 7, key D|2     pages 7, key D|2, and 8, key D|3"""
 
@@ -22,7 +22,7 @@ PAGE_KEY_BYTES = DIGEST_BYTES + GROUP_BYTES
 
 @cache
 def group_suffix(group_id: int) -> bytes:
-    """The bytes that follow a digest in the key of a page."""
+    """Return the bytes that follow a digest in the key of a page."""
     return group_id.to_bytes(GROUP_BYTES, "little")
 
 
@@ -31,7 +31,7 @@ def group_of(key: bytes) -> int:
 
 
 def page_keys(keys: Iterable[bytes], width: int) -> list[bytes]:
-    """The keys of all pages of the blocks with these keys."""
+    """Return the keys of all pages of the blocks with `keys`."""
     if width == 1:
         return list(keys)
     return [
@@ -42,7 +42,7 @@ def page_keys(keys: Iterable[bytes], width: int) -> list[bytes]:
 
 
 def block_keys(keys: Iterable[bytes], width: int) -> list[bytes]:
-    """The keys of the blocks to which the pages with these keys belong, each block once."""
+    """Return the keys of the blocks to which the pages with `keys` belong, each block once."""
     if width == 1:
         return list(keys)
     firsts = [key[:DIGEST_BYTES] + group_suffix(group_of(key) // width * width) for key in keys]
@@ -50,7 +50,7 @@ def block_keys(keys: Iterable[bytes], width: int) -> list[bytes]:
 
 
 def pages_of(blocks: Iterable[EvictedBlock]) -> list[EvictedBlock]:
-    """The pages of these blocks, one entry for each page."""
+    """Return the pages of `blocks`, one entry for each page."""
     pages = []
     for block in blocks:
         block_id, key, num_pages = block

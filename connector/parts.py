@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The blocks that make up a position of a request, and the choice of the blocks that a hit needs.
 
-A position is as many tokens as one block holds. Its parts are the blocks with their K and V: one
-for each cache group and tensor-parallel rank. In a list of keys, the parts of a position stand next
-to each other.
+A position is a range of `block_size` tokens of a request. The parts of a position are the blocks
+with its K and V: one block for each cache group and tensor-parallel rank. In a list of keys, the
+parts of a position are adjacent.
 
     position          0   1   2   3   4   5
     full attention    x   x   x   x   x          a hit of five positions: what the next token
     window                        x   x          attends to, and nothing else
 
-A hit needs the blocks of every rank. Of a cache group with a sliding window it needs only the
+A hit needs the blocks of every rank. Of a cache group with a sliding window, a hit needs only the
 blocks in the window; the tiers may have dropped the blocks before the window.
 
-If layers carry states (state space models), a hit also needs the states after its last position.
-Such a checkpoint is cut into pieces of a block's size; each piece has a cache group of its own,
-numbered after the other groups (`engine/cache/state_checkpoints.py`). A checkpoint has many pieces
-but few positions have a checkpoint, so the pieces' keys are made for one position at a time."""
+If layers carry states (state space models), a hit also needs the states after its last position. A
+checkpoint of these states is cut into pieces of a block's size; each piece has its own cache group,
+numbered after the groups of K and V (`engine/cache/state_checkpoints.py`). Few positions have a
+checkpoint of many pieces, so the keys of pieces are made for one position at a time."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from ..tiers.hierarchy.prefix_lookup import Prefix
 from .messages import Part
 from .page_keys import GROUP_BYTES
 
-# The first position that the token at a position attends to, or any token after it.
+# Position → the first position to which its tokens or any later tokens attend.
 FirstSeen = Callable[[int], int]
-# Asks remote stores for blocks, and returns whether one will answer.
+# Looks up blocks in remote stores, and returns whether a store will answer.
 Prefetch = Callable[[Sequence[bytes]], bool]
 
-# Windowed blocks are looked up from the end of a hit backwards, this many positions at a time.
+# Windowed blocks are looked up from the end of a hit backwards, FIND_POSITIONS at a time.
 FIND_POSITIONS = 64
-FIND_STATES = 1024  # the same for states
+FIND_STATES = 1024  # how many positions a look-up of states covers at a time
 
 
 class StatePieces(NamedTuple):
-    """The number of pieces of a checkpoint of layer states. The key of a piece is that of a block
-    in a cache group of its own."""
+    """The number of pieces of a checkpoint of layer states. The key of a piece is like the key of a
+    block in a cache group of its own."""
 
     num_pieces: int
 
@@ -70,7 +70,7 @@ class Parts:
         self.all = tuple(Part(group, rank) for group in range(num_groups) for rank in ranks)
         self.suffixes = tuple(key_suffix(part.group, part.rank, num_ranks) for part in self.all)
         self.width = len(self.all)
-        # Key suffixes of the states after a position, piece by piece.
+        # The key suffixes of the states after a position, one for each piece.
         self._state_suffixes = [
             key_suffix(num_groups + piece, rank, num_ranks)
             for rank in ranks
@@ -79,39 +79,40 @@ class Parts:
         self.num_state_keys = len(self._state_suffixes)
         self.has_windows = any(each is not None for each in groups)
         self.is_windowed = bool(states) or self.has_windows
-        # A shorter hit needs other blocks of a window than a longer one.
+        # A shorter hit needs other blocks of a window than a longer hit.
         self.whole_only = whole_only or self.is_windowed
-        # Suffixes, one a rank, that complete a key of the pool, which ends with the group.
+        # Suffixes, one for each rank, that turn a key of the pool into a key of the tiers.
         self.shards = tuple(key_suffix(0, rank, num_ranks)[GROUP_BYTES:] for rank in ranks)
         self.block_size = block_size
         self._seen = tuple(groups[part.group] for part in self.all)
         self._full = [i for i, each in enumerate(self._seen) if each is None]
 
     def keys_of(self, digests: Sequence[bytes]) -> list[bytes]:
-        """The keys of all parts of the positions with these digests."""
+        """Return the keys of all parts of the positions with these digests."""
         if self.width == 1:
             suffix = self.suffixes[0]
             return [digest + suffix for digest in digests]
         return [digest + suffix for digest in digests for suffix in self.suffixes]
 
     def state_keys(self, digest: bytes) -> list[bytes]:
-        """The keys of all pieces of the states after the position with this digest."""
+        """Return the keys of all pieces of the states after the position with this digest."""
         return [digest + suffix for suffix in self._state_suffixes]
 
     def first_state_keys(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The key of the first piece of the states after each position, the last position first.
-        `keys` are those of the positions' parts. Raises IndexError for a model without states."""
+        """Return the key of the first piece of the states after each position, the last position
+        first. `keys` are the keys of the positions' parts. Raises IndexError for a model without
+        states."""
         suffix = self._state_suffixes[0]
         return [key[:DIGEST_BYTES] + suffix for key in keys[:: -self.width]]
 
     def needed(
         self, first: int, num_positions: int, most_tokens: int | None = None, num_kept: int = 0
     ) -> Sequence[int]:
-        """The keys that a hit of `num_positions` needs, in the order of the sequence, as indices
-        into the list of the keys of all parts from position `first` on. In all methods,
+        """Return which keys a hit of `num_positions` needs, in the order of the sequence, as
+        indices into the list of the keys of all parts from position `first` on. In all methods,
         `most_tokens` is the number of tokens before the next token to compute, which may lie inside
-        the last position. The pool has the parts of the first `num_kept` positions already, but not
-        the states after them."""
+        the last position. The pool has the parts of the first `num_kept` positions, but not the
+        states after them."""
         if not self.is_windowed:
             return range(num_positions * self.width)
         starts = self._starts(first, num_positions, most_tokens, num_kept)
@@ -123,8 +124,9 @@ class Parts:
         ]
 
     def hit_keys(self, digests: Sequence[bytes], num_tokens: int) -> list[bytes]:
-        """The keys of the blocks that a hit of the positions with these digests needs, in the order
-        of the sequence. The next token to compute has at least `num_tokens` tokens before it."""
+        """Return the keys of the blocks that a hit of the positions with these digests needs, in
+        the order of the sequence. At least `num_tokens` tokens precede the next token to
+        compute."""
         keys = self.keys_of(digests)
         if not self.is_windowed or not digests:
             return keys
@@ -146,9 +148,9 @@ class Parts:
         num_kept: int = 0,
         prefetch: Prefetch | None = None,
     ) -> Prefix:
-        """The longest hit from position `first` on; `keys` are the keys of the parts from there on.
-        The tier of a position is the slowest of the tiers of its blocks. `prefetch` asks remote
-        stores for the other pieces of a checkpoint whose first piece was found."""
+        """Return the longest hit from position `first` on; `keys` are the keys of all parts from
+        there on. The tier of a position is the slowest tier of its blocks. `prefetch` looks up the
+        other pieces of found first pieces in remote stores."""
         width = self.width
         if not self.is_windowed:
             prefix = hierarchy.find_prefix(keys)
@@ -180,7 +182,8 @@ class Parts:
         most_tokens: int | None = None,
         num_kept: int = 0,
     ) -> int:
-        """Length of the longest hit up to `num_positions`. Its full-attention blocks were found."""
+        """Return the length of the longest hit up to `num_positions`, whose full-attention blocks
+        are all in the tiers."""
         if not self.is_windowed:
             return num_positions
         search = _Search(self, hierarchy, first, keys, most_tokens, num_kept)
@@ -189,7 +192,7 @@ class Parts:
     def _starts(
         self, first: int, num_positions: int, most_tokens: int | None, num_kept: int = 0
     ) -> list[int]:
-        """The first position of each part that a hit needs, counted from `first`."""
+        """Return, for each part, the first position that a hit needs, counted from `first`."""
         end = (first + num_positions) * self.block_size
         if most_tokens is not None:
             end = min(end, most_tokens)
@@ -204,7 +207,8 @@ class Parts:
     def windows(
         self, first: int, num_positions: int, most_tokens: int | None, num_kept: int = 0
     ) -> list[tuple[int, int]]:
-        """The index of each windowed part, and its first needed position counted from `first`."""
+        """Return the index of each windowed part, and its first needed position, counted from
+        `first`."""
         starts = self._starts(first, num_positions, most_tokens, num_kept)
         return [(i, starts[i]) for i, seen in enumerate(self._seen) if seen is not None]
 
@@ -220,17 +224,17 @@ class _Search:
     most_tokens: int | None
     num_kept: int = 0
     prefetch: Prefetch | None = None
-    there: dict[int, bool] = field(default_factory=dict)  # by place
+    there: dict[int, bool] = field(default_factory=dict)  # by index of a part's key
     state_answers: dict[int, bool] = field(default_factory=dict)  # by position
     pending: bool = False
     asked: bool = False
 
     def longest(self, num_positions: int) -> int:
-        """See `Parts.longest`."""
+        """Return the length of the longest hit; see `Parts.longest`."""
         while num_positions:
             missing = self._missing(num_positions) if self.parts.has_windows else None
             if missing is not None:
-                # Every longer hit, up to the failed one, needs the missing block.
+                # Every longer hit, up to `num_positions`, needs the missing block.
                 num_positions = missing
             elif self.parts.num_state_keys:
                 end = self._last_with_states(num_positions)
@@ -239,12 +243,12 @@ class _Search:
                 num_positions = end
             elif self.parts.needed(self.first, num_positions, self.most_tokens):
                 break
-            else:  # a token at a chunk's start attends to no block; a load must bring one
+            else:  # the next token attends to no block, but a load must bring one
                 num_positions -= 1
         return num_positions
 
     def slowest_tiers(self, tiers: Sequence[str]) -> list[str]:
-        """The slowest tier of each position of a hit, its windowed blocks and states included."""
+        """Return the slowest tier of each position of a hit, with windowed blocks and states."""
         width, order = self.parts.width, self.hierarchy.tiers
         found = list(tiers)
         places = [
@@ -270,7 +274,7 @@ class _Search:
         return self.keys[position * self.parts.width][:DIGEST_BYTES]
 
     def _last_with_states(self, num_positions: int) -> int:
-        """The most positions, up to `num_positions`, with loadable states after them, or 0."""
+        """Return the most leading positions, up to `num_positions`, followed by loadable states."""
         answers = self.state_answers
         for position in range(num_positions - 1, -1, -1):
             if position not in answers:
@@ -282,8 +286,8 @@ class _Search:
         return 0
 
     def _has_all_pieces(self, digest: bytes) -> bool:
-        """Whether all pieces of a checkpoint can be loaded, if a tier has the first piece. Asks
-        remote stores for the other pieces, unless they were asked before."""
+        """Whether all pieces of a checkpoint can be loaded, if a tier has the first piece. The
+        other pieces are looked up in remote stores, unless an earlier search did so."""
         keys = self.parts.state_keys(digest)
         answers = self.hierarchy.lookup(keys)
         if answers.count(Answer.HIT) == len(keys):
@@ -292,12 +296,12 @@ class _Search:
         unknown = [key for key, each in zip(keys, answers, strict=True) if each is Answer.MISS]
         if unknown and self.prefetch is not None:
             self.asked |= self.prefetch(unknown)
-            # An earlier search has asked remote stores, and their answers may be still to come.
+            # An earlier search has looked up remote stores, whose answers may still be due.
             self.asked |= self.hierarchy.find_prefix(unknown).asked
         return False
 
     def _find_first_pieces(self, last: int) -> None:
-        """Look up the states after the positions up to `last` together: few have states."""
+        """Look up the states after all positions up to `last` at once; few positions have any."""
         first, width = max(0, last + 1 - FIND_STATES), self.parts.width
         keys = self.parts.first_state_keys(self.keys[first * width : (last + 1) * width])
         answers = self.hierarchy.lookup(keys)
@@ -308,7 +312,7 @@ class _Search:
             self.asked |= self.hierarchy.find_prefix(keys[:1]).asked
 
     def _missing(self, num_positions: int) -> int | None:
-        """The last position at which a hit of `num_positions` lacks a windowed block, if any."""
+        """Return the last position at which a hit of `num_positions` lacks a windowed block."""
         width = self.parts.width
         last: int | None = None
         for index, start in self._windows(num_positions):
@@ -334,7 +338,7 @@ class _Search:
 
 
 def whole_positions(tiers: Sequence[str], width: int, order: Sequence[str]) -> list[str]:
-    """The tier of each position all of whose `width` blocks were found: the slowest tier of its
+    """Return the tier of each position whose `width` blocks were all found: the slowest tier of the
     blocks. `order` lists the tiers, the fastest first."""
     if width == 1:
         return list(tiers)

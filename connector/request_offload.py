@@ -27,9 +27,9 @@ from .prefill_decode.wait_limit import PrefillWait
 class Stage(Enum):
     """The stage of a request in the connector."""
 
-    READY = "ready"  # it waits for its turn or computes, and may be looked up
+    READY = "ready"  # the request waits to run or computes, and may be looked up
     LOADING = "loading"
-    FAILED = "failed"  # its load has failed
+    FAILED = "failed"  # the load has failed
     FINISHED = "finished"  # a copy may still write to blocks of its load
 
 
@@ -40,30 +40,30 @@ class RequestOffload:
     request_id: str
     context: RequestContext = NO_CONTEXT
     stage: Stage = Stage.READY
-    is_observed: bool = False  # the tiers have learned of its prompt
-    lookup: Lookup | None = None  # the last one; dropped if many requests have newer ones
-    unanswered: RequestView | None = None  # the request, while remote stores are asked about it
-    asked_states: set[bytes] = field(default_factory=set)  # digests of positions; few have any
-    read_ahead: LoadTicket | None = None  # blocks read while it waits for its turn
-    most_blocks: int | None = None  # limit of a hit, after a longer one lacked a block
-    elsewhere: Elsewhere = Elsewhere.NO  # NO once its wait is decided
-    wait: PrefillWait | None = None  # for its prompt, which another engine computes
+    is_observed: bool = False  # whether its prompt was announced to the tiers
+    lookup: Lookup | None = None  # the last look-up; dropped if many requests have newer look-ups
+    unanswered: RequestView | None = None  # the request, while remote stores look it up
+    asked_states: set[bytes] = field(default_factory=set)  # digests of few positions
+    read_ahead: LoadTicket | None = None  # blocks read while the request waits to run
+    most_blocks: int | None = None  # limit of a hit, after a longer hit lacked a block
+    elsewhere: Elsewhere = Elsewhere.NO  # NO once the wait is decided
+    wait: PrefillWait | None = None  # for the prompt, which another engine computes
     load: Load | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Lookup:
-    """The answer of `Parts.find_longest_hit` for positions from `first` on. `keys` has the keys of
-    all their parts, in order; `prefix.tiers` has one entry for each position of the hit."""
+    """The answer of `Parts.find_longest_hit` for positions from `first` on. `keys` has all keys of
+    these positions, in order; `prefix.tiers` has one entry for each position of the hit."""
 
     first: int
     keys: list[bytes]
     prefix: Prefix
     version: int
     is_counted: bool
-    plan: Plan | None = None  # the decision about it
-    is_decided: bool = False  # a plan was made before, perhaps for an older answer
-    num_queued_tokens: int = 0  # computed before this request, when planned
+    plan: Plan | None = None  # the plan for the hit
+    is_decided: bool = False  # a plan was made before, perhaps for an older result
+    num_queued_tokens: int = 0  # tokens computed before this request, at the time of the plan
     most_tokens: int | None = None  # see `Parts.needed`
     num_kept: int = 0  # positions whose parts the pool has; see `Parts.needed`
 
@@ -74,27 +74,27 @@ class Load:
 
     offload: RequestOffload
     first_token: int
-    keys: list[bytes]  # of the blocks that are needed
+    keys: list[bytes]  # keys of the needed blocks
     block_ids: GroupBlockIds
     num_blocks: int  # positions
     started: float
     load_frontier: int  # positions from here on have been loaded
-    next_end: int  # positions from here on have been asked for
+    next_end: int  # reads of positions from here on have begun
     num_short_tokens: int = 0  # tokens that the last position lacks to be full
     give_up_at: float | None = None  # on the monotonic clock
     reading: deque[Piece] = field(default_factory=deque)
     copying: deque[Piece] = field(default_factory=deque)
-    is_over: bool = False  # it only waits for copies under way
-    is_spoilt: bool = False  # its blocks may be wrong
+    is_over: bool = False  # the load only waits for copies under way
+    is_spoilt: bool = False  # the load's blocks may be wrong
     failure: str | None = None
     fault: str | None = None  # see `LoadReport.failure`
     shorter_tokens: int = 0  # see `LoadReport.shorter_tokens`
     needed: Sequence[int] = ()  # indices of `keys` among the keys of all parts
     blocks_by_tier: Counter[str] = field(default_factory=Counter)
-    # Of an overlapped load:
+    # Only for an overlapped load:
     is_overlapped: bool = False
     piece_blocks: int = 0
-    chunk_tokens: int = 0  # grows while no block comes, so that a slow store costs few steps
+    chunk_tokens: int = 0  # grows while no block comes, so that a slow store causes few steps
     compute_frontier: int = 0  # the request itself computes the positions below
 
 
@@ -106,4 +106,4 @@ class Piece:
     end: int
     ticket: LoadTicket
     jobs: set[int] = field(default_factory=set)  # copies under way
-    is_good: bool = True  # no block of it has failed
+    is_good: bool = True  # no block of the piece has failed

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import gc
 
-# Net number of new objects between two scans of the young ones. With full tiers the numbers of new
-# and freed blocks always differ by more than Python's 700, and no block is garbage.
+# The net number of new objects between two scans of young objects. With full tiers, steps make over
+# 700 (Python's default) more block objects than they free.
 YOUNG_OBJECTS = 10_000
 
 
 def settle_collector() -> None:
-    """Exclude all present objects from garbage collection, and scan new ones less often. Called
+    """Exclude all present objects from garbage collection, and scan new objects less often. Called
     when a process is built: its objects stay alive, so scans during steps would find no garbage."""
     gc.collect()
     gc.freeze()

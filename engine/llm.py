@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Added to the time in which the tiers write back.
+# The time to close, added to the time in which the tiers write back.
 _CLOSE_GRACE_SECONDS = 10.0
 
 
@@ -288,7 +288,7 @@ class LLM:
         params = sampling_params or SamplingParams()
         if isinstance(params, SamplingParams) and params.n != 1:
             raise ValueError(f"n must be 1 in a session, got {params.n}; use generate")
-        self.make_request([0], params, cache_salt, adapter=adapter)  # raises for invalid ones
+        self.make_request([0], params, cache_salt, adapter=adapter)  # raises for invalid parameters
         return PromptSession(self, params, cache_salt, adapter)
 
     @property
@@ -333,8 +333,8 @@ class LLM:
 
     def pause(self, which: str = "new") -> None:
         """Pause requests that have not run yet (`new`), or all requests (`all`), until `resume`.
-        They keep their blocks, and calls such as `generate` block meanwhile. Raises ValueError for
-        another value."""
+        Paused requests keep their blocks, and calls such as `generate` block until `resume`. Raises
+        ValueError for another value."""
         self._check_open()
         self._loop.run(self._client.call("pause", which))
 
@@ -374,7 +374,7 @@ class LLM:
             tell_import(progress or logger.info)
             from .core.engine_core import EngineCore
 
-            # Built in the caller's thread, so that an interrupt ends it.
+            # The core is built in the caller's thread, so that an interrupt ends the start.
             core = EngineCore(self.config, progress=progress)
             return self._loop.run(_in_process_client(core))
         from .client.process_client import ProcessClient
@@ -472,7 +472,7 @@ class LLM:
                 yield part
                 self._check_open()
         finally:
-            if not self._closed and self._loop.is_here:  # else it ended with the engine
+            if not self._closed and self._loop.is_here:  # otherwise it ended with the engine
                 self._loop.run(parts.aclose())
 
     def _check_open(self) -> None:

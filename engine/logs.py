@@ -4,8 +4,8 @@
     2026-11-21 13:15:02.123 INFO cli.serve: model tiny, context 256 tokens
     {"time":"2026-11-21T12:15:02.123456Z","level":"info","logger":"cli.serve","message":"..."}
 
-In both forms one record cannot pass for two, because text after a line break is indented or
-escaped. Every process of the program calls `set_up` once."""
+One record cannot look like two records in either form, because text after a line break is indented
+or escaped. Every process of the program calls `set_up` once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """The JSON form: one object a line, with times in UTC."""
+    """The JSON form: one object per line, with times in UTC."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = LogLine(
@@ -56,8 +56,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up(level: str, *, json: bool = False) -> None:
-    """Log records of `level` and above, and Python's warnings, to standard error. If the root
-    logger has handlers already, they and their level stay as they are."""
+    """Log records of `level` and above, and Python's warnings, to standard error. Existing handlers
+    of the root logger, and its level, are not changed."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if json else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])

@@ -22,33 +22,33 @@ class Decision(Enum):
     """A change in the life of a request."""
 
     QUEUED = "queued"
-    WAITS = "waits"  # considered, but kept waiting by an `Obstacle`; reported in each such step
-    LOADING = "loading"  # blocks are being loaded; it waits for them, or computes meanwhile
-    LOADED = "loaded"  # the load it waited for has ended, with blocks or without
-    SCHEDULED = "scheduled"  # it runs, for the first time
-    PREEMPTED = "preempted"  # it lost its blocks and is queued again
-    RESUMED = "resumed"  # it runs again
-    LOAD_GIVEN_UP = "load given up"  # its loaded blocks went to another request
+    WAITS = "waits"  # considered, but an `Obstacle` makes it wait; reported in each such step
+    LOADING = "loading"  # its blocks are being loaded; the request waits, or computes meanwhile
+    LOADED = "loaded"  # the load of a waiting request has ended, with blocks or without
+    SCHEDULED = "scheduled"  # the request runs for the first time
+    PREEMPTED = "preempted"  # the request lost its blocks and is queued again
+    RESUMED = "resumed"  # the request runs again
+    LOAD_GIVEN_UP = "load given up"  # the request's loaded blocks went to another request
     FINISHED = "finished"
 
 
 class Obstacle(Enum):
-    """The reason why the scheduler does not start a waiting request when it considers it."""
+    """The reason why the scheduler does not start a waiting request that it considers."""
 
-    SEATS = "seats"  # the most requests run already
-    PICTURES = "pictures"  # no room for the embeddings of its next picture
-    ADAPTERS = "adapters"  # the most different adapters run already
+    SEATS = "seats"  # the largest number of requests run already
+    PICTURES = "pictures"  # no room for the embeddings of the request's next picture
+    ADAPTERS = "adapters"  # the largest number of adapters is in use already
     BUDGET = "budget"  # the tokens of the step are used up
     PRESSURE = "pressure"  # too much of the pool is held for a request to start
-    PROMPT_ROOM = "prompt room"  # its whole prompt would preempt another request
+    PROMPT_ROOM = "prompt room"  # the whole prompt would preempt another request
     RESERVATION = "reservation"  # no room for all tokens that --reserve counts
     ROOM = "room"  # no blocks to compute in
     LOAD_ROOM = "load room"  # no blocks to load into
     LOOKUP = "lookup"  # a tier has not answered yet
-    WRITER = "writer"  # blocks that it shares are being computed in this step
-    PREFILL = "prefill"  # another engine computes its prompt
-    GRAMMAR = "grammar"  # its grammar is being compiled; reported once
-    MASK = "mask"  # the mask of its next token is being made
+    WRITER = "writer"  # blocks that the request shares are being computed in this step
+    PREFILL = "prefill"  # another engine computes the request's prompt
+    GRAMMAR = "grammar"  # the request's grammar is being compiled; reported once
+    MASK = "mask"  # the mask of the request's next token is being made
 
 
 class Pinned(Protocol):
@@ -66,16 +66,16 @@ class StepSnapshot(NamedTuple):
     step_id: int
     num_running: int
     num_waiting: int  # including requests with loads under way
-    num_free_blocks: int  # in the pool, including cached ones
-    num_cached_blocks: int  # in the pool, with a key
+    num_free_blocks: int  # free blocks of the pool, including cached blocks
+    num_cached_blocks: int  # blocks of the pool with a key
     num_blocks: int  # of the pool
     pins: Pinned | None = None  # None: this engine pins no turns
 
 
 class StepMade(NamedTuple):
-    """A scheduled step. It has the ids of the requests that are new to the worker, resumed and
-    preempted, and the number of tokens that each request computes, by request id. An observer may
-    keep this object but must not change it."""
+    """A scheduled step. The object has the ids of the requests that are new to the worker, resumed
+    and preempted, and the number of tokens that each request computes, by request id. An observer
+    may keep this object but must not change it."""
 
     step_id: int
     new_ids: Sequence[str]
@@ -89,10 +89,9 @@ class Observer:
     """An observer that ignores all calls; a subclass overrides the methods it needs."""
 
     def decision(self, request: Request, decision: Decision, cause: str = "") -> None:
-        """Report a decision about a request. The meaning of `cause` depends on the decision. WAITS:
-        the value of an `Obstacle`. PREEMPTED and LOAD_GIVEN_UP: the id of the request that took the
-        blocks, or "" for memory pressure. LOADED: the reason why blocks are missing. FINISHED: the
-        finish reason."""
+        """Report a decision about a request. For WAITS, `cause` is the value of an `Obstacle`; for
+        PREEMPTED and LOAD_GIVEN_UP, the id of the request that took the blocks, or "" for memory
+        pressure; for LOADED, the reason why blocks are missing; for FINISHED, the finish reason."""
 
     def hit(self, request: Request, tokens: Mapping[str, int]) -> None:
         """Report how many tokens of a starting or resumed request are cached, by place: `pool` or a

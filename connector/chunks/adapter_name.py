@@ -4,9 +4,9 @@
     fingerprint = SHA-256( canonical CBOR of [name, fields of adapter_config.json,
                            [file name, digest] of each file with weights] )
 
-The fields that change no number are left out, so that a copy of an adapter has its fingerprint,
-wherever it lies and whatever its name is. The engine has a fingerprint of its own for its own keys
-(engine/models/lora/adapter_file.py); the two are not equal.
+The hash leaves out fields that change no number, so that a copy of an adapter has the same
+fingerprint in any folder and under any name. The fingerprint in this engine's own keys is another
+one (engine/models/lora/adapter_file.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AdapterName(NamedTuple):
     """The name of an adapter in the keys of its blocks."""
 
     fingerprint: bytes  # 32
-    files: tuple[FileDigest, ...]  # as hashed
+    files: tuple[FileDigest, ...]  # the state of the files when they were hashed
 
     @property
     def is_unchanged(self) -> bool:
@@ -64,13 +64,13 @@ def name_adapter(path: str, cache: DigestCache | None = None) -> AdapterName:
         _arithmetic(config.path),
         [[each.path.name, each.digest] for each in weights],
     ]
-    config.check_unchanged()  # it was read once more
+    config.check_unchanged()  # because the configuration was read a second time
     fingerprint = hashlib.sha256(cbor2.dumps(content, canonical=True)).digest()
     return AdapterName(fingerprint, (config, *weights))
 
 
 def _arithmetic(path: Path) -> dict[str, Any]:
-    """The fields of the configuration that may change a number."""
+    """Return the fields of the configuration that may change a number."""
     try:
         fields = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:

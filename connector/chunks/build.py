@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the tiers for chunks of one size and one namespace, below any host.
 
-`open_chunk_tiers` asks the cache servers first. It raises an error if a server refuses these
-chunks, but not if a server is down."""
+`open_chunk_tiers` first checks that the cache servers take such chunks. A server that refuses the
+chunks raises an error; a server that is down raises no error."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from .tiers import ChunkTiers, Limits
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 3.0
-# With fewer slots, loads would wait for each other and stores for the disk.
+# The fewest slots with which loads do not wait for each other, nor stores for the disk.
 LEAST_SLOTS = 8
 
 
 def chunk_layout(chunk_bytes: int) -> BlockLayout:
-    """The layout of chunks of `chunk_bytes`. It does not describe the inside of a chunk, which only
-    the host knows; the keys depend on that. Raises ConfigError for an odd size."""
+    """Return the layout of chunks of `chunk_bytes` bytes, without the layout inside a chunk, which
+    is the host's and part of the keys. Raises ConfigError for an odd size."""
     if chunk_bytes < 2 or chunk_bytes % 2:
         raise ConfigError(
             f"a chunk has an even number of bytes, not {chunk_bytes}; what is compressed or packed "
@@ -50,7 +50,7 @@ def chunk_layout(chunk_bytes: int) -> BlockLayout:
 
 
 def assemble(settings: TierSettings, layout: BlockLayout, namespace: bytes) -> Assembly:
-    """Build slab, stores and hierarchy. Raises TierConfigError; nothing stays open then."""
+    """Build slab, stores and hierarchy. A TierConfigError leaves no file or store open."""
     wakeup = threading.Event()
     return Assembly(*open_hierarchy(layout, settings, wakeup.set, namespace=namespace), wakeup)
 
@@ -90,7 +90,7 @@ def open_chunk_tiers(
 
 def _make_folders(paths: Sequence[Path], is_each_required: bool) -> None:
     """Make the directories of the ssd tier. Raises ConfigError if all fail, or if one fails and
-    `is_each_required`. Otherwise a missing disk may appear later."""
+    `is_each_required`. Otherwise a missing disk may be mounted later."""
     refused = []
     for path in paths:
         try:
@@ -102,8 +102,8 @@ def _make_folders(paths: Sequence[Path], is_each_required: bool) -> None:
 
 
 def check_servers(settings: TierSettings, layout: BlockLayout) -> None:
-    """Ask each cache server whether it takes these chunks. Raises ConfigError if one refuses them
-    for good, TierConfigError for credentials that cannot be read."""
+    """Check that each cache server takes chunks of `layout`. Raises ConfigError if a server refuses
+    them permanently, TierConfigError for credentials that cannot be read."""
     addresses, credentials = settings.cache_servers, settings.remote.credentials()
     if not addresses:
         return

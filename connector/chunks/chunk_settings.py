@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of tiers below another project's engine, read from its JSON object.
+"""The settings of tiers below another project's engine, read from that engine's JSON object.
 
 A setting's name is StrataKV's flag without `--kv-offload-`, with underscores. Each `Host` has
 `HostSettings` or a subclass with more fields, and its own defaults."""
@@ -71,8 +71,8 @@ class HostSettings(TierSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSettings(HostSettings):
-    """Settings of a host that waits for answers, with time limits. A chunk that was reported as
-    kept is written at once, not when room is short, and is not evicted before it is written."""
+    """Settings of a host that waits for results, with time limits. A chunk that was reported as
+    stored is written to a store at once, and is not evicted before."""
 
     watermark: float = 1.0
     keeps_unwritten: bool = True
@@ -102,7 +102,7 @@ class Host(Generic[Settings]):
         return {**_TIER_OPTIONS, **options_of(self.kind, "")}
 
     def read(self, given: Mapping[str, Any]) -> Settings:
-        """The settings in a JSON object of the host. Raises ConfigError that names the setting."""
+        """Return the settings in a host's JSON object. Raises ConfigError, naming the setting."""
         options = self.options
         for name in given:
             if name not in options:
@@ -169,7 +169,7 @@ def sglang_config(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chunk_host(name: str) -> Host[ChunkSettings]:
-    """The `Host` of an engine that passes each chunk to the tiers once, when it has no room for it.
-    By default the tiers admit every chunk, because the host has already chosen it."""
+    """Return the `Host` of an engine that passes a chunk to the tiers once, when it lacks room. By
+    default the tiers admit every chunk, because the host has already chosen the chunk."""
     defaults = {"cpu_bytes": "1GiB", "cpu_policy": "lru", "ssd_admission": "all"}
     return Host(name, ChunkSettings, defaults, needs_store=True)

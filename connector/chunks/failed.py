@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks whose load has failed. Look-ups miss them for a while, unless they are stored again.
-Without this record a host would find such a chunk again at once and try to load it for ever."""
+"""Chunks whose load has failed. For a while, look-ups miss these chunks unless they are stored
+again. Without this record a host would find such a chunk at once and load it again without end."""
 
 from __future__ import annotations
 

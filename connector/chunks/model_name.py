@@ -3,9 +3,9 @@
 
     name = "sha256:" | SHA-256( canonical CBOR of [file name, digest] of each file )
 
-The files lie in the directory that the host was given, or in the cache of the Hugging Face Hub. All
-files there count except hidden ones and Markdown, because a host may read any of them.
-`settings_text` covers the host's settings that change the numbers in a KV cache."""
+The files lie in the host's model directory, or in the cache of the Hugging Face Hub. All files
+count except hidden files and Markdown, because a host may read any of them. `settings_text` covers
+the host's settings that change the numbers in a KV cache."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _CONFIG = "config.json"
 
 
 class HostModel(NamedTuple):
-    """The name by which the host, such as vLLM, knows a model."""
+    """The name of a model in the host's configuration (vLLM's, for example)."""
 
     name: str  # a directory, a file, an id on the Hub, or an address elsewhere
     revision: str = ""  # on the Hub
-    cache_folder: str | None = None  # of the Hub's files, if not the usual one
+    cache_folder: str | None = None  # the folder of the Hub's files, if not the usual folder
 
 
 class ModelName(NamedTuple):
     """The name of a model in the identity of its blocks."""
 
     text: str
-    files: tuple[FileDigest, ...]  # as hashed
+    files: tuple[FileDigest, ...]  # the state of the files when they were hashed
     unseen: str = ""  # why the files could not be hashed; `text` is then the host's name
 
     @property
@@ -66,7 +66,7 @@ def name_model(
 
 
 def warn_of_unseen(host: str, model: HostModel, name: ModelName, revision: str | None) -> None:
-    """Warn if only the host's name, and no digest or `revision`, identifies the model."""
+    """Warn if the model is identified only by the host's name, without digest or `revision`."""
     if name.unseen and not revision:
         log.warning(
             "StrataKV below %s finds the blocks of %s by that name, not by its bytes: %s. Set "
@@ -79,13 +79,13 @@ def warn_of_unseen(host: str, model: HostModel, name: ModelName, revision: str |
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
-    """A digest (64 hexadecimal digits) of the host's settings that change numbers in its cache."""
+    """Return a digest (64 hexadecimal digits) of the host's settings that change cached numbers."""
     text = json.dumps(settings, sort_keys=True, separators=(",", ":"), default=_plain)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:
-    """The fields or the type of a value that JSON cannot hold, never a text with its address."""
+    """Return the fields or the type of a value that JSON cannot hold, without its address."""
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if isinstance(value, set | frozenset):
@@ -107,20 +107,20 @@ def _path_of(model: HostModel) -> Path | None:
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        # A host names a quantised file in a repository `org/model:kind`.
+        # The name of a quantised file in a repository is `org/model:kind`.
         found = try_to_load_from_cache(
             model.name.partition(":")[0],
             _CONFIG,
             cache_dir=model.cache_folder,
             revision=model.revision or None,
         )
-    except (ImportError, ValueError):  # no library; no id of the Hub
+    except (ImportError, ValueError):  # the library is missing, or the name is no id of the Hub
         return None
     return Path(found).parent if isinstance(found, str) else None
 
 
 def _files(path: Path) -> list[Path]:
-    """The files of the model except hidden ones and Markdown, sorted by name."""
+    """Return the files of the model, sorted by name, without hidden files and Markdown."""
     if path.is_file():
         return [path]
     try:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common base class of tiers below other engines: the thread that drives the hierarchy, the
-copies between the host's memory and the slab, and an orderly shutdown.
+"""The base class of tiers below other engines: a thread that calls the hierarchy, the copies
+between the host's memory and the slab, and an orderly shutdown.
 
     store   host's bytes ──digest, copy──► slot of the slab ──► SSD, cache servers
     load    SSD, cache servers ──► slot of the slab ──copy, digest──► host's bytes
 
-A subclass defines the jobs and begins them. In `vllm/tier_transfers.py` each call begins its job at
+A subclass defines and begins the jobs. In `vllm/tier_transfers.py` each call begins its job at
 once, because vLLM's scheduler must not wait. In `tiers.py` stores wait for room in the slab, and
 answers are futures."""
 
@@ -29,19 +29,19 @@ from .failed import FailedChunks
 
 log = logging.getLogger(__name__)
 
-# The hierarchy sets an alarm for work that is due at a time; a missed alarm costs this delay.
+# The longest delay of work for which the hierarchy has set an alarm, if the alarm is missed.
 LOOK_SECONDS = 0.25
 CLOSE_SECONDS = 2.0
-# Threads that copy one load, and the least bytes for each of them.
+# How many threads copy a load, and the least bytes that each thread copies.
 COPY_THREADS = 2
 SHARE_BYTES = 8 * 1024**2
 
-# The bytes of one chunk in the host's memory, in order.
+# The pieces of one chunk in the host's memory, in order.
 Parts = Sequence[memoryview]
 
 
 class Assembly(NamedTuple):
-    """The built tiers. `wakeup` is set when the hierarchy may have work to do."""
+    """The built tiers. The event `wakeup` is set when the hierarchy may have work to do."""
 
     hierarchy: Hierarchy
     slab: CpuSlab
@@ -59,18 +59,18 @@ class _Arrived(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """The result of a load: the keys of chunks that did not come, and of those with wrong bytes."""
+    """The result of a load: the keys of missing chunks, and of chunks with wrong bytes."""
 
     missing: list[bytes]
     damaged: list[bytes]
 
 
 class ChunkMover(ABC):
-    """Owns the tiers of an `Assembly`. `lock` guards the hierarchy, `failed` and the jobs. It is
+    """Owns the tiers of an `Assembly`. `lock` guards the hierarchy, `failed` and the jobs, and is
     never held during a copy. If the thread fails, every chunk is a miss."""
 
     THREAD: ClassVar[str]
-    THEN: ClassVar[str]  # the fate of all chunks once the thread has failed
+    THEN: ClassVar[str]  # text for the log: what happens to chunks after the thread fails
 
     def __init__(self, assembly: Assembly, failed: FailedChunks) -> None:
         self.lock = threading.Lock()
@@ -105,7 +105,8 @@ class ChunkMover(ABC):
 
     @abstractmethod
     def _turn(self) -> bool:
-        """Do due work, with one copy at most. False if there was none. Called without the lock."""
+        """Do due work, one copy at most. Return whether work was due. The caller does not hold the
+        lock."""
 
     @abstractmethod
     def _give_back(self) -> None:
@@ -113,7 +114,7 @@ class ChunkMover(ABC):
 
     @abstractmethod
     def _end_jobs(self) -> None:
-        """End every job with its results so far. Must not use the hierarchy: it may have failed."""
+        """End every job with its results so far. The hierarchy may have failed."""
 
     def _wait_seconds(self) -> float:
         return LOOK_SECONDS
@@ -136,7 +137,7 @@ class ChunkMover(ABC):
         return digests
 
     def _end_store(self, ticket: StoreTicket, digests: Sequence[bytes]) -> None:
-        """End a store whose bytes are in their slots. Must be called under the lock."""
+        """End a store whose bytes are in the slab. Must be called under the lock."""
         self._hierarchy.end_store(ticket, True, digests=digests)
 
     def _copy_out(
@@ -160,14 +161,14 @@ class ChunkMover(ABC):
         try:
             copied.damaged.extend(self._bring_some(shares[0]))
         finally:
-            # After an error the host may reuse its memory, so no copy may still run.
+            # The host may reuse its memory after an error, so all copies must have ended.
             wait(others)
         for other in others:
             copied.damaged.extend(other.result())
         return copied
 
     def _bring_some(self, arrived: Iterable[_Arrived]) -> list[bytes]:
-        """Copy these chunks. Return the keys of chunks whose bytes do not match their digests."""
+        """Copy chunks to the host. Return the keys of chunks whose bytes have another digest."""
         damaged = []
         for key, slot, proof, parts in arrived:
             source, at = self._slab.buffer(slot), 0

@@ -16,8 +16,8 @@ _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Supported:
-    """The supported versions of `host`, from `oldest` up to but not including `before`. `text`, if
-    any, replaces this range in messages."""
+    """The supported versions of `host`, from `oldest` up to but not including `before`. `text`,
+    unless empty, replaces the range in messages."""
 
     host: str
     package: str
@@ -26,11 +26,11 @@ class Supported:
     text: str = ""
 
     def installed(self) -> Version:
-        """The version of the installed package. Raises ConfigError for an unsupported one."""
+        """Return the installed package's version. Raises ConfigError for an unsupported one."""
         return self.require_version(importlib.metadata.version(self.package))
 
     def require_version(self, text: str) -> Version:
-        """The version in `text`, as the package reports it. Raises ConfigError if unsupported."""
+        """Return the package's version in `text`. Raises ConfigError for an unsupported one."""
         match = _VERSION.match(text)
         version = (int(match[1]), int(match[2]), int(match[3] or 0)) if match else (0, 0, 0)
         if not self.oldest <= version < self.before:

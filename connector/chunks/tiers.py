@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores, looks up and loads chunks of one size, under 40-byte keys, for another engine (the host).
 
-`store`, `lookup` and `load` return a future at once, which ends within `Limits`. The host's bytes
-are read or written only until then. One thread does all the work in the hierarchy."""
+`store`, `lookup` and `load` return at once a future, which ends within `Limits`. The host's memory
+is read or written only until the future ends. One thread does all the work in the hierarchy."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ...tiers.tag import Proof
 from .failed import FailedChunks
 from .mover import LOOK_SECONDS, Assembly, ChunkMover, Parts
 
-# Longest sleep while jobs wait: the hierarchy sets no alarm for their time limits.
+# The longest sleep while jobs wait, because the hierarchy sets no alarm for their time limits.
 BUSY_SECONDS = 0.02
-# Most waiting jobs of a kind; further ones are refused at once.
+# The most waiting jobs of a kind; further jobs are refused at once.
 MAX_JOBS = 4096
-# One store at a time may use 1/8 of the slab, and all loads together 1/2.
+# A store copies at most 1/8 of the slab at a time; all loads together use at most 1/2 of the slab.
 STORE_SHARE, LOAD_SHARE = 8, 2
 
 
@@ -42,7 +42,7 @@ class _Job:
     deadline: float
     answers: list[bool]
     future: Future[list[bool]] = field(default_factory=Future)
-    begun: int = 0  # leading keys whose work has begun
+    begun: int = 0  # number of leading keys whose work has begun
     ended: int = 0
 
     def resolve_partial(self) -> None:
@@ -67,7 +67,7 @@ class ChunkTiers(ChunkMover):
         super().__init__(assembly, FailedChunks())
         self.limits = limits
         self.chunk_bytes = self._hierarchy.block_bytes
-        self.refused = 0  # chunks that no tier took
+        self.refused = 0  # chunks that no tier stored
         self._stores: deque[_Job] = deque()
         self._lookups: deque[_Job] = deque()
         self._loads: deque[_Job] = deque()  # jobs with keys that have not begun
@@ -75,11 +75,11 @@ class ChunkTiers(ChunkMover):
         self._pieces: list[_Piece] = []
         self._ended: list[_Job] = []  # jobs whose futures are to be resolved
         self._copying: _Job | None = None
-        self._num_loading = 0  # chunks of pieces
+        self._num_loading = 0  # chunks in the pieces being loaded
         self._thread.start()
 
     def store(self, keys: Sequence[bytes], chunks: Sequence[Parts]) -> Future[list[bool]]:
-        """Store chunks. The future says which chunks are kept; they may be evicted later."""
+        """Store chunks. The future has True for each stored chunk, which may be evicted later."""
         self._check_chunk_sizes(keys, chunks)
         return self._queue(self._stores, keys, chunks, self.limits.store_seconds)
 
@@ -87,7 +87,7 @@ class ChunkTiers(ChunkMover):
         return self._queue(self._lookups, keys, (), self.limits.lookup_seconds)
 
     def load(self, keys: Sequence[bytes], chunks: Sequence[Parts]) -> Future[list[bool]]:
-        """Load chunks. The future says which chunks came; the bytes of the others are undefined."""
+        """Load chunks. The future has True for each loaded chunk; other bytes are undefined."""
         self._check_chunk_sizes(keys, chunks)
         return self._queue(self._loads, keys, chunks, self.limits.read_seconds)
 
@@ -157,7 +157,7 @@ class ChunkTiers(ChunkMover):
         return has_ended or piece is not None
 
     def _poll_lookup(self, job: _Job) -> bool:
-        """Update the answers of a look-up. True if they are final."""
+        """Update the answers of a look-up. Return whether the answers are final."""
         keys = job.keys
         if not job.begun:
             job.begun = len(keys)
@@ -221,7 +221,7 @@ class ChunkTiers(ChunkMover):
             job.resolve_partial()
 
     def _store_some(self, job: _Job) -> bool:
-        """Copy a part of the job's chunks to the slab. False if the slab has no room yet."""
+        """Copy a part of the job's chunks to the slab. Return False if the slab has no room yet."""
         size = max(1, self._slab.num_slots // STORE_SHARE)
         keys = job.keys[job.begun : job.begun + size]
         with self.lock:
@@ -250,7 +250,7 @@ class ChunkTiers(ChunkMover):
         return True
 
     def _new(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The keys that no tier is known to have, or whose load has failed."""
+        """Return the keys that no tier is known to have, or whose load has failed."""
         answers = self._hierarchy.lookup(keys)
         return [
             key

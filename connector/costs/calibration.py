@@ -14,9 +14,9 @@ from .economics import Economics
 
 log = logging.getLogger(__name__)
 
-COPIES = 3  # the quickest counts, because other work of the machine only adds time
-COPY_BYTES = 32 * 1024**2  # a copy; more than caches hold
-# Smaller reads do not show a disk's speed.
+COPIES = 3  # of which the quickest counts, because other work of the machine only adds time
+COPY_BYTES = 32 * 1024**2  # bytes of a copy; more than caches hold
+# The least bytes of a read that shows a disk's speed.
 LEAST_READ_BYTES = 2 * 1024**2
 _TYPICAL_PROMPT = 1024  # tokens
 
@@ -25,7 +25,7 @@ class Calibration(TierEstimates):
     """Times loads before the first request, so that the first choice between loading and computing
     uses measured rates.
 
-    stores   each reads some of its blocks and discards them
+    stores   each store reads some of its blocks and discards them
     slab     empty slots are copied to unused blocks of the pool"""
 
     def __init__(self, context: ConnectorContext) -> None:
@@ -36,7 +36,7 @@ class Calibration(TierEstimates):
         self._links = context.economics.links
         self._slab_link = self._links[context.hierarchy.tiers[0]]
         self._num_copies = 0  # begun
-        self.job: CopyJob | None = None  # under way; not to be changed
+        self.job: CopyJob | None = None  # the copy under way; read only
         self._quickest = math.inf  # seconds a byte
 
     def build_calibration_meta(self, block_ids: Sequence[int], seconds: float) -> ConnectorMetadata:
@@ -69,7 +69,7 @@ class Calibration(TierEstimates):
         else:
             return 0
         self.job = None
-        # If other loads ended too, the time of this one is not known.
+        # The calibration's time is unknown if other loads ended too.
         if not (output.finished_loads or output.failed_loads):
             if ids is output.finished_loads:
                 self._learn(len(job.slots) * self._hierarchy.block_bytes, output.load_copy_seconds)
@@ -84,7 +84,7 @@ class Calibration(TierEstimates):
                 sample = store.trial_read(seconds / len(stores))
                 if sample is not None and sample.num_bytes >= LEAST_READ_BYTES:
                     self._links[store.name].believe(*sample)
-            except Exception as error:  # noqa: BLE001 - a tier of others may raise anything
+            except Exception as error:  # noqa: BLE001 - a foreign tier may raise anything
                 log.warning("the %s tier could not be tried: %s", store.name, error)
 
     def _next_copy(self, block_ids: Sequence[int]) -> CopyJob:
@@ -109,8 +109,8 @@ class Calibration(TierEstimates):
 
 
 def in_words(economics: Economics, down: Collection[str] = ()) -> str:
-    """The estimates, and the prompt lengths from which loading is quicker than computing, as one
-    line of text. Tiers in `down` are listed without estimates."""
+    """Return one line of text with the estimates, and the prompt lengths from which loading is
+    quicker than computing. Tiers in `down` are listed without estimates."""
     compute = economics.prefill.estimate_prefill(0, _TYPICAL_PROMPT)
     parts = ["prefill not measured"]
     if compute:

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice to load blocks of a prompt from the tiers, to compute them, or to do both at once.
+"""Chooses whether to load blocks of a prompt from the tiers, to compute them, or to overlap both.
 
-    load       wait for the blocks, then compute what follows them
-    recompute  compute everything
+    load       wait for the blocks, then compute the tokens after them
+    recompute  compute all tokens
     overlap    compute from the front while blocks are loaded from the back, until they meet; only
                if no other request computes, because a busy engine computes others during a load.
                Several requests with overlapped loads share the engine
 
 A load may end at the last block, or at a block whose successor lies in another tier. The end that
-saves most seconds is chosen; if no end saves time, there is no load. The time in which the engine
-first computes other requests does not count as time of the load. Near break-even the last choice
+saves most seconds is chosen; if no end saves time, all blocks are computed. A load's time does not
+include the time in which the engine first computes other requests. Near break-even, the last choice
 for about as many blocks from the same tier is repeated. Every `PROBE_EVERY`-th plan that would not
-load all blocks loads some more, to notice that a tier has become quick again. All seconds are
-estimates. This module handles no requests, keys or tickets."""
+load all blocks loads more of them, to measure whether a tier has become quick again. All seconds
+are estimates. This module handles no requests, keys or tickets."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from .rates import LinkRate, PrefillRate
 log = logging.getLogger(__name__)
 
 
-# Assumed until measured: fixed seconds of a transfer, and bytes a second.
-SLAB_PRIOR = (1e-3, 4e9)  # includes a step or two of waiting
+# The rates assumed before a measurement: fixed seconds of a transfer, and bytes per second.
+SLAB_PRIOR = (1e-3, 4e9)  # the fixed part includes waits for one or two steps
 STORE_PRIOR = (2e-3, 1e9)
-# Seconds of loading for each second of computing: loading stops above STAY, resumes below RETURN.
+# Ratios of loading time to computing time above which loads stop, and below which they resume.
 STAY, RETURN = 1.15, 0.85
 PROBE_EVERY = 16  # requests
 PROBE_BLOCKS = 16
-# A load is never given up earlier, because threads of a busy machine may be this late.
+# The least time until a load is given up, because threads of a busy machine may be this late.
 GRACE_SECONDS = 0.01
-# Limit on the wait while the cost of computing is not measured.
+# The longest wait for a load while the cost of computing is unknown.
 UNMEASURED_SECONDS = 0.5
-# Parts in which an overlap loads and computes, and the pieces that are read at once.
+# How many parts an overlap loads and computes, and how many pieces are read at once.
 OVERLAP_PARTS = 4
 PIECES_AT_ONCE = 2
-# An overlap has to beat both loading and computing by this factor. A prompt computed in parts takes
-# up to a fifth longer than in one (measured with the embedded model, 1,000 tokens).
+# The factor by which an overlap must be faster than both loading and computing. A prompt computed
+# in parts takes up to a fifth longer than in one part (embedded model, 1,000 tokens).
 OVERLAP_MARGIN = 1.25
-# With more runs of blocks in one tier, a load takes the whole prefix or nothing.
+# With more runs (neighbouring blocks in one tier), a load takes the whole prefix or no block.
 MAX_RUNS = 8
 _BREAK_EVEN_LIMIT = 2**20  # tokens
 
@@ -56,7 +56,7 @@ NONE_READ: Mapping[str, int] = {}
 
 
 class Choice(Enum):
-    """A choice by the estimates, or a fixed choice for drills and measurements."""
+    """A choice by the estimates, or a fixed choice for tests and measurements."""
 
     AUTO = "auto"
     LOAD = "always"
@@ -65,7 +65,8 @@ class Choice(Enum):
 
 class Plan(NamedTuple):
     """The number of leading blocks to load. In an overlapped load the request computes about
-    `compute_blocks` of them until it meets the loaded part. 0 means a blocking load."""
+    `compute_blocks` of these blocks until the computed and the loaded part meet. 0 means a blocking
+    load."""
 
     num_blocks: int
     compute_blocks: int = 0
@@ -98,14 +99,14 @@ class Economics:
         self._slab = hierarchy.tiers[0]
         self.links = {name: LinkRate(*STORE_PRIOR) for name in hierarchy.tiers}
         self.links[self._slab] = LinkRate(*SLAB_PRIOR)
-        self.queued: Mapping[str, int] = {}  # blocks already on their way, by tier
+        self.queued: Mapping[str, int] = {}  # blocks already being read, by tier
         self._block_size = parts.block_size
         self._block_bytes = hierarchy.block_bytes
         self._num_needed = parts.num_needed
         self._loaded_last: dict[tuple[str, int], bool] = {}  # by last tier and log2 of the blocks
         self._declined = 0  # plans since the last probe
         self.probes = 0
-        self.declined_tokens: Counter[str] = Counter()  # computed although the tier had them
+        self.declined_tokens: Counter[str] = Counter()  # computed, though in a tier
 
     def plan_loads(
         self,
@@ -117,11 +118,12 @@ class Economics:
         num_read_ahead: Mapping[str, int] = NONE_READ,
         decides: bool = False,
     ) -> Plan:
-        """The plan for blocks that lie in `tiers`, the first block at `first_token`. `num_sharing`
-        requests, this one included, would share the engine if the load was overlapped; 0 forbids
-        overlap. The engine computes `num_queued_tokens` of other requests first. `num_read_ahead`
-        is the part of `self.queued` that belongs to this request. With `decides` the request
-        follows the plan and the choice is kept; otherwise the call changes nothing."""
+        """Return the plan for blocks that lie in `tiers`, the first block at `first_token`.
+        `num_sharing` requests, including this request, would share the engine if the load was
+        overlapped; 0 forbids overlap. The engine first computes `num_queued_tokens` of other
+        requests. `num_read_ahead` is the part of `self.queued` that belongs to this request. With
+        `decides` the request follows the plan and the choice is kept; otherwise the call changes
+        nothing."""
         hidden = self._queue_seconds(num_queued_tokens)
         plan = self._best_plan(first_token, tiers, num_sharing, hidden, num_read_ahead)
         if not decides or self.choice is not Choice.AUTO or self.prefill.seconds_per_token is None:
@@ -142,7 +144,7 @@ class Economics:
     def max_wait_seconds(
         self, first_token: int, num_blocks: int, *, num_queued_tokens: int = 0
     ) -> float | None:
-        """The seconds to compute the blocks and the queued tokens; None if there is no limit."""
+        """Return the seconds to compute the blocks and the queued tokens; None without a limit."""
         if self.choice is not Choice.AUTO:
             return None
         compute = self._compute(first_token, num_blocks)
@@ -151,8 +153,8 @@ class Economics:
         return max(GRACE_SECONDS, compute + self._queue_seconds(num_queued_tokens))
 
     def break_even_tokens(self, tier: str) -> int | None:
-        """The length of the shortest prompt that is quicker to load from `tier` than to compute.
-        None if nothing was measured yet, and if there is no such prompt."""
+        """Return the length of the shortest prompt that is quicker to load from `tier` than to
+        compute; None before a measurement, and if there is no such prompt."""
         num_blocks = 1
         while num_blocks * self._block_size <= _BREAK_EVEN_LIMIT:
             if self._pays(tier, num_blocks):
@@ -160,14 +162,14 @@ class Economics:
             num_blocks *= 2
         else:
             return None
-        low, high = num_blocks // 2, num_blocks  # pays not, pays
+        low, high = num_blocks // 2, num_blocks  # too short to load, long enough
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if self._pays(tier, middle) else (middle, high)
         return high * self._block_size
 
     def stats(self) -> dict[str, object]:
-        """The estimates, as plain values."""
+        """Return the estimates as plain values."""
         price = self.prefill.seconds_per_token
         return {
             "prefill_tokens_per_second": 1.0 / price if price else None,
@@ -214,9 +216,9 @@ class Economics:
         tier: str,
         hidden: float,
     ) -> float | None:
-        """The seconds that loading the blocks up to `end` saves against computing them. `tier` has
-        the last of these blocks. The first `hidden` seconds of the load do not count. None if
-        computing is quicker; near break-even the saving may be slightly negative."""
+        """Return the seconds that loading the blocks up to `end` saves against computing these
+        blocks, the last of which lies in `tier`. The first `hidden` seconds of the load do not
+        count. None if computing is quicker; near break-even the saving may be slightly negative."""
         compute = self._compute(first_token, end) or 0.0
         load = max(0.0, self._estimate_load(runs, queued, 0, end) - hidden)
         stays = self._loaded_last.get((tier, end.bit_length()), True)
@@ -233,7 +235,7 @@ class Economics:
         num_blocks: int,
         num_sharing: int,
     ) -> tuple[int, float]:
-        """The number of blocks computed when the frontiers meet, and the seconds until then."""
+        """Return the number of blocks computed when the frontiers meet, and the seconds before."""
         low, high = 0, num_blocks
         # Each piece costs the fixed seconds of its links again.
         more = self._estimate_load(runs, queued, 0, 1) * (OVERLAP_PARTS / PIECES_AT_ONCE - 1)
@@ -254,7 +256,7 @@ class Economics:
     def _estimate_load(
         self, runs: Sequence[Run], queued: Mapping[str, int], start: int, end: int
     ) -> float:
-        """The seconds to load blocks `start` to `end`: stores read in parallel, then the copy."""
+        """Return the seconds to load blocks `start` to `end`: parallel store reads, then a copy."""
         blocks: dict[str, int] = {}
         for tier, count in _between(runs, start, end):
             blocks[tier] = blocks.get(tier, 0) + count
@@ -294,7 +296,7 @@ def _between(runs: Sequence[Run], start: int, end: int) -> Iterator[Run]:
 
 
 def _ends(runs: Sequence[Run]) -> list[tuple[int, str]]:
-    """The numbers of blocks after which a load may end, each with the tier of its last block."""
+    """Return the numbers of blocks after which a load may end, each with its last block's tier."""
     if len(runs) > MAX_RUNS:
         return [(sum(run.num_blocks for run in runs), runs[-1].tier)]
     return list(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moving estimates of the time to compute a prompt and to move its blocks. New samples outweigh old
-ones, so an estimate shows the latest steps or loads."""
+samples, so an estimate follows the latest steps or loads."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ...tiers.hierarchy.promotions import LoadTicket
 
 MEMORY_STEPS = 32
 _KEPT = 1.0 - 1.0 / MEMORY_STEPS  # share of the earlier sums that stays when a step is added
-# Steps with nearly equal contexts show little of the cost of context. If the variance of the
-# positions is this share of their squared mean, the slope counts half.
+# The variance of positions, as a share of their squared mean, at which the slope counts half. Steps
+# with nearly equal contexts measure the cost of context badly.
 _SPREAD = 0.01
 _LEAST_FREE_SHARE = 0.1  # least share of a token's price that does not depend on its context
 
-# The share by which an estimate of a link moves towards a sample, in logarithms. At 0.3 one outlier
-# of 100 times the usual makes the estimate four times as large, and five samples undo it.
+# The share by which an estimate of a link moves towards a sample, in logarithms. At 0.3, an outlier
+# 100 times too large makes the estimate four times as large, and five usual ones undo it.
 _LEARNED = 0.3
 _LEAST_SECONDS = 1e-6
 
@@ -31,17 +31,17 @@ _LEAST_SECONDS = 1e-6
 class _Watched:
     ticket: LoadTicket
     began: float
-    indices: dict[str, list[int]]  # indices of blocks to come, by store
-    num_read: dict[str, int]  # number of them that no earlier load reads
-    num_bytes: dict[str, int]  # of `num_read` and of blocks already on their way, by store
-    joined: _Watched | None  # the load that first began to read a block of this one
-    let_go: bool = False  # ended when its reads have ended
+    indices: dict[str, list[int]]  # indices of the blocks being read, by store
+    num_read: dict[str, int]  # how many blocks in `indices` no earlier load reads
+    num_bytes: dict[str, int]  # of `num_read` and of earlier blocks being read, by store
+    joined: _Watched | None  # an earlier load that reads a block of the same load
+    let_go: bool = False  # the caller needs the load no more
 
 
 class ReadTimes:
-    """Begins and ends loads of `hierarchy`. It times loads that wait for a store, and updates the
-    store's rate in `links` from them. A load that the caller has abandoned is still timed, because
-    it is the best evidence that its store is slow."""
+    """Begins and ends loads of `hierarchy`. The class times loads that wait for a store, to update
+    the store's rate in `links`. A load that the caller has abandoned is still timed, because an
+    abandoned load usually has a slow store."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class ReadTimes:
         self._links = {name: links[name] for name in hierarchy.tiers[1:]}
         self._block_bytes = hierarchy.block_bytes
         self._clock = clock
-        self.watched: dict[int, _Watched] = {}  # under way, by id of the ticket
+        self.watched: dict[int, _Watched] = {}  # loads under way, by id of the ticket
         self._reader_of: dict[bytes, _Watched] = {}  # the first load that waited for a key
         self._looked = clock()  # when `record_ended_loads` last ran
-        self.queued: Counter[str] = Counter()  # blocks on their way, by store
+        self.queued: Counter[str] = Counter()  # blocks being read, by store
 
     def begin_load(self, keys: Sequence[bytes], context: RequestContext = NO_CONTEXT) -> LoadTicket:
-        """Begin a load. The caller ends it with `let_go`."""
+        """Begin a load. The caller ends the load with `let_go`."""
         ticket = self._hierarchy.begin_load(keys, context)
         if ticket.waiting:
             self._watch_load(ticket)
@@ -93,7 +93,7 @@ class ReadTimes:
         self.queued.update(num_read)
 
     def let_go(self, ticket: LoadTicket) -> None:
-        """End this load, now or as soon as its reads have ended."""
+        """End a load, now or as soon as its reads have ended."""
         watched = self.watched.get(id(ticket))
         if watched is None or not ticket.waiting:
             self._hierarchy.end_load(ticket)
@@ -108,7 +108,7 @@ class ReadTimes:
         for watched in [w for w in self.watched.values() if not w.ticket.waiting]:
             self._remove_watched(watched)
             if watched.joined is None:
-                # At `_looked` the load was still under way.
+                # The load ended after `_looked`.
                 self._learn(watched, self._looked - watched.began, now - watched.began)
             if watched.let_go:
                 self.let_go(watched.ticket)
@@ -120,7 +120,7 @@ class ReadTimes:
             came = all(slots[index] is not None for index in indices)
             self._links[tier].record_transfer(
                 watched.num_bytes[tier],
-                # With several stores, it is not known which of them is late.
+                # With several stores, the late store is unknown.
                 at_least if len(watched.indices) == 1 else 0.0,
                 at_most if came else math.inf,
             )
@@ -140,7 +140,7 @@ class PrefillRate:
 
         seconds of a token  =  free part  +  slope x position
 
-    fitted to the last steps, each weighted by its tokens."""
+    The line is fitted to the last steps, each weighted by its tokens."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -151,7 +151,7 @@ class PrefillRate:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """The recent average of seconds for a prompt token. None before the first measurement."""
+        """The recent average of seconds per prompt token; None before the first measurement."""
         return self._seconds / self._tokens if self._tokens else None
 
     def record_prefill(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
@@ -186,7 +186,7 @@ class PrefillRate:
 
 
 class LinkRate:
-    """The seconds of a transfer: a fixed part and a part for each byte. Both are learned.
+    """The seconds of a transfer: a fixed part and a part for each byte, both measured.
 
     Transfers are polled between steps, so a sample is a span of time in which a transfer ended. A
     sample whose span contains the estimate changes nothing. Otherwise the estimate moves towards
@@ -203,8 +203,8 @@ class LinkRate:
         return self.fixed_seconds + num_bytes * self.seconds_per_byte
 
     def believe(self, num_bytes: float, seconds: float) -> None:
-        """Set the rate to that of a trial that moved `num_bytes` in `seconds`. The fixed part
-        stays: a trial's time is long beside it and includes no wait for an engine's step."""
+        """Set the rate from a trial that moved `num_bytes` in `seconds`. The fixed part stays,
+        because the long trial includes no wait for an engine's step."""
         self.is_measured = True
         self.seconds_per_byte = max(_LEAST_SECONDS, seconds) / num_bytes
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of `connector/device/base.py` as checks that any copy device has to pass.
 
-To test a new device, also one outside this project, write a `Surroundings` for it and call
-`check_device_contract`; or call the checks in `CHECKS` one by one, each on a new `Rig`. The checks
-copy real bytes. A check raises ContractBroken, which names the fault."""
+A test of a new device, perhaps outside this project, subclasses `Surroundings` and calls
+`check_device_contract`, or calls each check in `CHECKS` on a new `Rig`. The checks copy real bytes.
+A check raises ContractBroken, which names the fault."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_device_contract(surroundings: Surroundings) -> None:
 
 
 def blocks_go_out_and_come_back(rig: Rig) -> None:
-    """Copies work for blocks that are neighbours in pool and slab, in one, or in neither."""
+    """Copies work for blocks that are neighbours in both pool and slab, in one, or in neither."""
     before = [rig.block(i) for i in range(NUM_BLOCKS)]
     pairs = {0: 3, 1: 4, 2: 5, 7: 6, 4: 9, 3: 10, 11: 0}
     expect_end(rig.queue_copy(Stream.STORE, pairs))
@@ -73,7 +73,7 @@ def many_blocks_go_at_once(rig: Rig) -> None:
 
 
 def stores_have_digests(rig: Rig) -> None:
-    """A store has the digests of its slots' bytes, in the store's order; a load has none."""
+    """A store has the digests of its slots' bytes, in the store's order; a load has no digests."""
     rig.device.make_digests()
     pairs = {4: 9, 3: 10, 11: 0}
     event = rig.queue_copy(Stream.STORE, pairs)
@@ -95,21 +95,21 @@ def the_rest_of_a_slot_is_left_alone(rig: Rig) -> None:
 
 
 def a_copy_waits_for_its_events(rig: Rig) -> None:
-    """A copy reads its source only after all of its events."""
+    """A copy reads its source only after all events in `after`."""
     gates = [rig.gate(), rig.gate()]
     event = rig.queue_copy(Stream.STORE, {2: 2}, *(gate.event for gate in gates))
     expect(not event.wait(MOMENT_SECONDS), "a copy waits for both of its events")
     gates[0].open()
     expect(not event.wait(MOMENT_SECONDS), "a copy waits for the second of its events")
     expect(not any(rig.slot(2)), "nothing is written before")
-    page = rig.write(2, 42)  # the last writer is late
+    page = rig.write(2, 42)  # the last writer of the block is late
     gates[1].open()
     expect_end(event)
     expect(rig.slot(2) == page, "a copy reads what the events have left")
 
 
 def a_load_waits_for_its_events(rig: Rig) -> None:
-    """A load, too, reads its slots only after its events."""
+    """A load reads its slots only after all events in `after`."""
     gate = rig.gate()
     rig.fill(3, 1)
     event = rig.queue_copy(Stream.LOAD, {6: 3}, gate.event)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rig for the checks of `contract.py`: a device with a pool and a slab. To test a device,
-subclass `Surroundings`."""
+"""The rig for the checks of `contract.py`: a device with a pool and a slab. A test of a device
+subclasses `Surroundings`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ...tiers.block import BlockLayout
 from ...tiers.slab.cpu_slab import CpuSlab
 from .base import CopyDevice, Event, Stream
 
-# Pages shorter than their slots, and pages that fill them, so that neighbours are contiguous.
+# Layouts with pages shorter than their slots, and with pages that fill their slots.
 SHORT_PAGES = BlockLayout(2, 4, 1, 24, "bfloat16")
 WHOLE_PAGES = BlockLayout(2, 16, 1, 32, "bfloat16")
 LAYOUTS = (SHORT_PAGES, WHOLE_PAGES)
 NUM_BLOCKS = 12
 NUM_SLOTS = 40
 WAIT_SECONDS = 10.0
-MOMENT_SECONDS = 0.02  # time in which a forbidden event would have happened
+MOMENT_SECONDS = 0.02  # the time after which an absent event counts as absent
 
 
 class ContractBroken(AssertionError):
@@ -48,14 +48,14 @@ class Surroundings(ABC):
 
     @abstractmethod
     def gate(self, device: CopyDevice) -> Gate:
-        """Make a closed gate. Several gates may exist, and be opened in any order."""
+        """Make a closed gate. Several gates may exist, and may be opened in any order."""
 
     def write(self, pool: torch.Tensor, block_id: int, value: int) -> None:
-        """Fill a block with `value` as computing does: on a GPU, after all queued kernels."""
+        """Fill a block with `value` like a forward pass: on a GPU, after all queued kernels."""
         pool[block_id] = value
 
-    def settle(self) -> None:  # noqa: B027 - nothing to do where the caller computes itself
-        """Return when the caller's changes to the pool are done."""
+    def settle(self) -> None:  # noqa: B027 - empty if the caller computes itself
+        """Wait until the caller's changes to the pool are done."""
 
 
 class Rig:

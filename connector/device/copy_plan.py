@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of copy jobs: addresses, runs of neighbouring blocks and ways to copy. Needs no device.
+"""Plans copy jobs, without a device: addresses, runs of neighbouring blocks and ways to copy.
 
     job   block ids and slots
      ├─ slots that are page-locked      → one batch, by the copy engine or by a capped kernel
      └─ slots that are not (or not yet) → through a page-locked buffer, or by the driver
 
-Sources are always read in the order of the stream. Stores need this, because a kernel queued before
-may still write the block. CUDA could read the source of a load before earlier work of the stream
-has ended. But a store in the other stream may still write the slot, so loads do not use this."""
+Sources are always read in the order of the stream. Stores need this order, because a kernel queued
+before may still write the block. CUDA could read the source of a load before earlier work of the
+stream has ended. But a store in the other stream may still write the slot, so loads need the order
+too."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from ...tiers.errors import InvalidBlock
 from .base import Stream
 
 ABOUT_AS_FAST = 0.95
-# A kernel takes time from computing, so it is used only if it is faster by this factor.
+# The factor by which a kernel must be faster, because a kernel takes time from computing.
 KERNEL_GAIN = 1.5
-# For smaller blocks the copy engine is slow, so a kernel is compiled and measured too.
+# The block size below which the copy engine is slow, so that a kernel is measured too.
 FRAGMENT_BYTES = 64 << 10
 
 
@@ -37,15 +38,15 @@ class Way(Enum):
     PAGEABLE = "as the driver copies ordinary memory"
 
 
-# If two ways are about as fast, the earlier one here is chosen: it is cheaper to submit.
+# Of ways about as fast, the first is chosen, because it is cheaper to submit.
 LOCKED_WAYS = (Way.BATCHED, Way.SINGLE, Way.KERNEL)
 PAGEABLE_WAYS = (Way.PAGEABLE, Way.STAGED)
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The addresses and sizes of blocks and slots. One call page-locks a piece of `piece_slots`
-    neighbouring slots; CUDA refuses a copy that spans two pieces."""
+    """The addresses and sizes of blocks and slots. The slab is page-locked in pieces of
+    `piece_slots` neighbouring slots; CUDA refuses a copy that spans two pieces."""
 
     pool_address: int
     num_blocks: int
@@ -60,8 +61,8 @@ Pairs = list[tuple[int, int]]  # (block, slot)
 
 
 def check_pairs(geometry: Geometry, block_ids: Sequence[int], slots: Sequence[int]) -> None:
-    """Raise InvalidBlock for numbers outside the pool or the slab, and for a slot or block that is
-    named twice, because the copies of a batch run in no fixed order."""
+    """Raise InvalidBlock for numbers outside the pool or the slab, and for a repeated slot or
+    block, because the copies of a batch run in no fixed order."""
     if len(block_ids) != len(slots):
         raise InvalidBlock(f"{len(block_ids)} blocks cannot go to {len(slots)} slots")
     _check("block", block_ids, geometry.num_blocks)
@@ -69,7 +70,7 @@ def check_pairs(geometry: Geometry, block_ids: Sequence[int], slots: Sequence[in
 
 
 def make_pairs(block_ids: Sequence[int], slots: Sequence[int]) -> Pairs:
-    """Sort the pairs by block, so that neighbours follow each other."""
+    """Make pairs of block and slot, sorted by block, so that neighbours follow each other."""
     return sorted(zip(block_ids, slots, strict=True))
 
 
@@ -82,14 +83,14 @@ def split_locked(pairs: Pairs, num_locked: int) -> tuple[Pairs, Pairs]:
 
 
 def make_batch(geometry: Geometry, stream: Stream, pairs: Pairs) -> Batch:
-    """Make one copy for each run of neighbours, within one page-locked piece."""
+    """Make a batch with one copy for each run of neighbours in one page-locked piece."""
     size, slot_size, piece = geometry.page_bytes, geometry.slot_bytes, geometry.piece_slots
     pool: list[int] = []
     slab: list[int] = []
     sizes: list[int] = []
     next_block = next_slot = -1
-    # Plain Python is quicker than arrays for the tens of pairs of a job. If slots are longer than
-    # pages, the gaps between them allow no merging.
+    # Plain Python is quicker than arrays for the tens of pairs of a job. Slots longer than pages
+    # have gaps between them, so their copies cannot be merged.
     for block, slot in pairs:
         if block == next_block and slot == next_slot and slot % piece and size == slot_size:
             sizes[-1] += size
@@ -131,7 +132,7 @@ def choose_locked(rates: Mapping[Way, float]) -> Way:
 
 
 def choose_pageable(rates: Mapping[Way, float]) -> Way:
-    """Choose the way between the pool and ordinary memory from the bytes per second of each way."""
+    """Choose the way to copy between the pool and pageable memory from their bytes per second."""
     return _choose({way: rate for way, rate in rates.items() if way in PAGEABLE_WAYS})
 
 
@@ -151,7 +152,7 @@ def _check(what: str, ids: Sequence[int], count: int) -> None:
 
 
 class Run(NamedTuple):
-    """A single copy of `length` neighbouring places to `length` neighbouring places."""
+    """A copy of `length` neighbouring blocks or slots to `length` neighbouring slots or blocks."""
 
     source: int
     target: int

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU as a copy device: a thread for each stream, and events for which threads wait.
+"""The CPU as a copy device, with a thread for each stream, and events for which threads wait.
 
 The pool is ordinary memory and the forward pass runs on the caller's thread, so the last writer of
 a block has finished when a copy is queued. If the forward pass would wait for a store, the calling
 thread makes the copy itself, unless it is large, because waking another thread costs as much as
-copying half a megabyte. All other rules are the same as on CUDA."""
+copying half a megabyte. All other rules of a copy device are the same as on CUDA."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ...tiers.tag import payload_digest
 from .base import CopyDevice, DeviceError, Event, SlabMemory, Stream
 from .copy_plan import merge_runs
 
-# One job holds all blocks of one request or one step, so a queue this long means a stuck stream.
+# The most queued jobs. A job has all blocks of a step, so a full queue means a stuck stream.
 QUEUE_JOBS = 1024
-# Longest wait for an event of the other stream; copies take milliseconds.
+# The longest wait for an event of the other stream; a copy takes milliseconds.
 DEPENDENCY_SECONDS = 60.0
-# A larger store goes to the thread, which copies while the caller prepares the step.
+# The largest store that the caller copies itself; a thread copies larger stores meanwhile.
 HELD_BYTES = 16 * 1024**2
 
 Bytes = npt.NDArray[np.uint8]
@@ -35,7 +35,7 @@ Bytes = npt.NDArray[np.uint8]
 
 class CpuEvent:
     """An event that ends when its creator calls `mark_done`. Each copy has an event, but threads
-    wait for few of them, so the first waiter makes the lock."""
+    wait for few events, so the first waiter makes the lock."""
 
     __slots__ = ("_ended", "_error", "_gate", "_seconds", "digests", "pages")
 
@@ -46,17 +46,17 @@ class CpuEvent:
         self._gate: threading.Lock | None = None  # held until the end; None without a waiter
         self._error: Exception | None = None
         self._seconds = 0.0
-        self.digests: list[bytes] | None = None  # a list if digests are wanted
-        self.pages: Bytes | None = None  # the slab's pages, to hash them
+        self.digests: list[bytes] | None = None  # a list if digests are to be made
+        self.pages: Bytes | None = None  # the slab's pages to hash
 
     def mark_done(self, error: Exception | None = None, seconds: float = 0.0) -> None:
         """End the event, well or with an error, and wake all waiters. The event's creator calls
-        this from one thread at a time; only the first call counts."""
+        this method from one thread at a time; only the first call counts."""
         if self._ended:
             return
         self._error = error
         self._seconds = seconds
-        self._ended = True  # before the gate is read: `wait` reads this after making a gate
+        self._ended = True  # set before `_gate` is read, because `wait` makes a gate first
         if self._gate is not None:
             self._gate.release()
 
@@ -82,11 +82,11 @@ class CpuEvent:
         return self._seconds
 
 
-# Arrays that each hold one part of all pages; usually a single array holds whole pages.
+# Arrays that each contain one part of all pages; usually a single array contains whole pages.
 Parts = Sequence[Bytes]
 
-# Source, its pages, target, its pages; source and target as rows if the library can copy and hash
-# them; the events to wait for; the copy's event. A tuple, because it is quick to make.
+# Source, source pages, target, target pages; both as rows if the native library can copy and hash
+# them; the events to wait for; the copy's event. A tuple is quick to make.
 _Job = tuple[
     Parts, Sequence[int], Parts, Sequence[int], tuple[Rows, Rows] | None, Sequence[Event], CpuEvent
 ]
@@ -103,7 +103,7 @@ def _run(job: _Job) -> None:
             for source, target in zip(sources, targets, strict=True):
                 _copy_runs(source, target, runs)
         elif rows is not None:
-            # The library hashes while it copies; the thread retakes the interpreter's lock once.
+            # The native library hashes while it copies, without the interpreter's lock.
             event.digests += copy_rows_and_digest(rows[1], target_pages, rows[0], source_pages)
         else:
             for start, end in zip(source_pages, target_pages, strict=True):
@@ -111,14 +111,14 @@ def _run(job: _Job) -> None:
                     target[end] = source[start]
                 event.digests.append(payload_digest(event.pages[end].data))
     except Exception as failure:  # noqa: BLE001 - the event carries it to its readers
-        # The error drops its frames, which would keep views of the pool and the slab alive.
+        # The traceback's frames would keep views of the pool and the slab alive.
         error = failure.with_traceback(None)
     event.pages = None
     event.mark_done(error, time.monotonic() - began)
 
 
 def _whole_rows(sources: Parts, targets: Parts) -> tuple[Rows, Rows] | None:
-    """Source and target as rows for the native library; None if it cannot copy these pages."""
+    """Return source and target as rows for the native library; None if it cannot copy the pages."""
     if len(sources) > 1 or sources[0].ndim != 2 or not has_digests():
         return None
     source, target = sources[0], targets[0]
@@ -136,7 +136,7 @@ class _StreamThread:
 
     def __init__(self, name: str, dependency_seconds: float) -> None:
         self._dependency_seconds = dependency_seconds
-        # It wakes a thread in half the time of a bounded Queue; `submit` checks the bound.
+        # Wakes a thread in half the time of a bounded Queue; `submit` checks the bound.
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self.notify: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -162,7 +162,7 @@ class _StreamThread:
                 event.mark_done(error.with_traceback(None))
             else:
                 _run(job)
-            del job  # an idle stream keeps no views of the pool or the slab
+            del job  # an idle stream holds no views of the pool or the slab
             self.notify()
 
     def _wait_for(self, events: Sequence[Event]) -> None:
@@ -182,8 +182,8 @@ class CpuCopyDevice(CopyDevice):
         }
         self._pool: Parts | None = None
         self._slab: Bytes | None = None
-        self._slab_parts: Parts = ()  # the same parts in the slab
-        self._rows: tuple[Rows, Rows] | None = None  # of pool and slab, for the library
+        self._slab_parts: Parts = ()  # the parts of the slab's pages
+        self._rows: tuple[Rows, Rows] | None = None  # of pool and slab, for the native library
         self._page_bytes = 0
         self._closed = False
         self._makes_digests = False
@@ -212,7 +212,7 @@ class CpuCopyDevice(CopyDevice):
     def register_parts(self, parts: Parts) -> None:
         """Register a pool whose pages are spread over several arrays, instead of `register_pool`.
         Each array holds bytes `[num_blocks, ...]`, with any strides. A page is the bytes of its
-        block in all arrays, in order. Raises InvalidBlock if they do not fit the slab's layout."""
+        block in all arrays, in order. Raises InvalidBlock if the arrays do not fit."""
         if self._slab is None:
             raise DeviceError("the slab must be registered before the pool")
         sizes = [part[0].size for part in parts]
@@ -292,7 +292,7 @@ class CpuCopyDevice(CopyDevice):
 
 
 def pool_pages(pool: torch.Tensor, page_bytes: int) -> Bytes:
-    """A view of the pool as bytes `[num_blocks, page_bytes]`."""
+    """Return a view of the pool as bytes `[num_blocks, page_bytes]`."""
     if not pool.is_contiguous() or pool.device.type != "cpu":
         raise InvalidBlock(
             f"the CPU device needs a contiguous pool in CPU memory, not one on {pool.device}"
@@ -305,13 +305,13 @@ def pool_pages(pool: torch.Tensor, page_bytes: int) -> Bytes:
 
 
 def slab_pages(slab: SlabMemory) -> Bytes:
-    """A view of the slab as bytes `[num_slots, page_bytes]`; slots may be longer than pages."""
+    """Return a view of the slab's pages as bytes `[num_slots, page_bytes]`; slots may be longer."""
     memory: Bytes = np.frombuffer(slab.memory(), dtype=np.uint8)
     return memory.reshape(slab.num_slots, slab.layout.slot_bytes)[:, : slab.layout.page_bytes]
 
 
 def _shaped(rows: Bytes, shape: tuple[int, ...]) -> Bytes:
-    """A view of columns of the slab in which each row has `shape`; a row's bytes are contiguous."""
+    """Return a view in which each row of `rows` has `shape`; the bytes of a row are contiguous."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)
@@ -327,6 +327,6 @@ def _copy_runs(source: Bytes, target: Bytes, runs: Sequence[tuple[int, int, int]
 
 
 def _check_range(what: str, ids: Sequence[int], count: int) -> None:
-    # Indexing with a negative id would silently count from the end.
+    # A negative index would silently count from the end.
     if ids and (min(ids) < 0 or max(ids) >= count):
         raise InvalidBlock(f"{what} ids go from 0 to {count - 1}, not {min(ids)} to {max(ids)}")

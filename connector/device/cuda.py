@@ -6,9 +6,9 @@
     loads         another; start after the stores whose blocks or slots they touch
     each copy     neighbours merged, one `cudaMemcpyBatchAsync`, sources read in stream order
 
-If this way to copy is missing or slow on a machine, the fastest measured way replaces it: single
+If batched copies are missing or slow on a machine, the fastest measured way replaces them: single
 copies, copies through a page-locked buffer, or a kernel of few programs. An error that leaves CUDA
-unusable closes the device, and later calls raise it."""
+unusable closes the device, and later calls raise that error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .cuda_staging import HALF_BYTES
 
 log = logging.getLogger(__name__)
 
-# Up to this many blocks, queueing a copy takes the caller no longer than waking a thread.
+# The most blocks whose copy the caller queues itself, in the time of waking a thread.
 QUICK_BLOCKS = 16
 
 
@@ -64,7 +64,7 @@ class CudaCopyDevice(CopyDevice):
         self._slot_bytes = 0
         self._memory: Memory | None = None
         self._refusal: str | None = None  # why a part of the slab is not page-locked
-        self._lost: str | None = None  # why CUDA cannot be used any more
+        self._lost: str | None = None  # why CUDA can no longer be used
         self._closed = False
         self._released = False
         self._said_cost = False
@@ -115,7 +115,7 @@ class CudaCopyDevice(CopyDevice):
         return self._slab is not None and self._slab.wait(timeout_seconds)
 
     def register_pool(self, pool: torch.Tensor) -> None:
-        """Register the pool, and measure the ways to copy."""
+        """Register the pool, and measure the speed of each way to copy."""
         if self._slab is None or self._slab_rows is None:
             raise DeviceError("the slab must be registered before the pool")
         page = self._slab_rows.shape[1]
@@ -173,7 +173,7 @@ class CudaCopyDevice(CopyDevice):
 
     def hold_compute(self, events: Sequence[Event], timeout_seconds: float) -> list[Event]:
         """Make the compute stream wait. The caller waits only until the copies are queued in CUDA,
-        and for the end of an event for which CUDA fails to make the stream wait."""
+        or for the end of an event if CUDA cannot make the stream wait for it."""
         deadline = time.monotonic() + timeout_seconds
         by_caller = []
         for event in [event for event in events if not event.done()]:
@@ -186,7 +186,7 @@ class CudaCopyDevice(CopyDevice):
                 self._blame(error)
                 by_caller.append(event)
             except DeviceError:
-                by_caller.append(event)  # out of time
+                by_caller.append(event)  # no time is left
         return super().hold_compute(by_caller, deadline - time.monotonic())
 
     def close(self, timeout_seconds: float) -> bool:
@@ -206,7 +206,7 @@ class CudaCopyDevice(CopyDevice):
             for copier in self._copiers.values():
                 copier.close()
         except CudaError as error:
-            # No copy runs any more. The end of the process unlocks the rest of the memory.
+            # No copy runs now. The end of the process unlocks the memory that is still locked.
             log.warning("page-locked memory was not given back: %s", self._blame(error))
         self._memory = self._slab_rows = None
         self._released = True
@@ -217,7 +217,7 @@ class CudaCopyDevice(CopyDevice):
         self._say_cost()
 
     def _say_cost(self) -> None:
-        """Warn once that a part of the slab is not page-locked, when reason and cost are known."""
+        """Warn once that a part of the slab is not page-locked, once reason and cost are known."""
         with self._say_lock:
             if self._said_cost or self._refusal is None or self._memory is None:
                 return
@@ -226,7 +226,7 @@ class CudaCopyDevice(CopyDevice):
         log.warning("%s. The rest is served as ordinary memory: %s", self._refusal, costs)
 
     def _enter(self) -> None:
-        """Make this the calling thread's current device, at the thread's first call."""
+        """Set the calling thread's current device, at the first call of each thread."""
         if not getattr(self._entered, "done", False):
             self._runtime.enter_thread(is_own=False)
             self._entered.done = True
@@ -238,7 +238,7 @@ class CudaCopyDevice(CopyDevice):
             raise DeviceError("the device is closed")
 
     def _blame(self, error: CudaError) -> DeviceError:
-        """The DeviceError for a CudaError. After an error in STICKY all later calls raise it."""
+        """Return the DeviceError for a CudaError. After a STICKY error all later calls raise it."""
         if error.code in STICKY:
             if self._lost is None:
                 self._lost = (
@@ -258,7 +258,7 @@ class CudaCopyDevice(CopyDevice):
 
 
 class _CopyJob(Job):
-    """The copies of one call. Slots below `num_locked` are page-locked."""
+    """The copies of one call of `copy`. Slots below `num_locked` are page-locked."""
 
     def __init__(
         self,
@@ -280,7 +280,7 @@ class _CopyJob(Job):
         copier.run(memory, make_pairs(block_ids, slots), num_locked, stream)
 
     def arrived(self) -> None:
-        """Hash the stored slots, if digests are wanted. Most are still in the CPU's cache."""
+        """Hash the stored slots, if digests are wanted, while most are in the CPU's cache."""
         digests = self.event.digests
         if digests is not None:
             _, memory, _, slots, _ = self._work

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA runtime's functions for streams, events and single copies, bound by ctypes.
 
-torch offers most of these functions too, but two of its streams may be the same CUDA stream, and
-its events report no error codes. A test compares every number and signature here with the headers
-of CUDA 12.8 and 13. Batched copies and page-locking are in `kernels/copy/copy_engine.py`. Importing
-this module needs no CUDA."""
+torch offers most of these functions too, but two torch streams may be the same CUDA stream, and
+torch events report no error codes. A test compares every constant and signature here with the
+headers of CUDA 12.8 and 13. Batched copies and page-locking are in `kernels/copy/copy_engine.py`.
+Importing this module needs no CUDA."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ STREAM_NON_BLOCKING = 1
 EVENT_BLOCKING_SYNC = 1
 MEMCPY_HOST_TO_DEVICE = 1
 MEMCPY_DEVICE_TO_HOST = 2
-# A thread in this mode may call CUDA while another thread captures a graph.
+# The capture mode of a thread that may call CUDA while another thread captures a graph.
 CAPTURE_MODE_RELAXED = 2
 
 SUCCESS = 0
 NOT_READY = 600
 # Errors after which "any further CUDA work will return the same error" (CUDA's header), so the
-# process has to be restarted. The header describes the last two in other words.
+# process has to be restarted. The header words the last two errors differently.
 STICKY = {
     214: "cudaErrorECCUncorrectable",
     226: "cudaErrorContained",
@@ -48,7 +48,7 @@ STICKY = {
 _pointer, _int, _unsigned, _size = (
     ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
 )  # fmt: skip
-# All return `cudaError_t`, an int. Streams and events are pointers.
+# The argument types of each function; all functions return `cudaError_t`, an int.
 SIGNATURES: dict[str, tuple[type[Any], ...]] = {
     "cudaSetDevice": (_int,),
     "cudaThreadExchangeStreamCaptureMode": (_pointer,),
@@ -87,7 +87,7 @@ class CudaApi:
         self._call("cudaThreadExchangeStreamCaptureMode", ctypes.addressof(mode))
 
     def create_stream(self) -> int:
-        """A stream of the lowest priority that does not wait for the default stream."""
+        """Create a stream of the lowest priority that does not wait for the default stream."""
         least, greatest, stream = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
         self._call(
             "cudaDeviceGetStreamPriorityRange", ctypes.addressof(least), ctypes.addressof(greatest)
@@ -105,13 +105,13 @@ class CudaApi:
         self._call("cudaStreamDestroy", stream)
 
     def create_event(self) -> int:
-        """An event that records its time. Threads that wait for it sleep and do not spin."""
+        """Create an event that records its time. Waiting threads sleep."""
         event = ctypes.c_void_p()
         self._call("cudaEventCreateWithFlags", ctypes.addressof(event), EVENT_BLOCKING_SYNC)
         return event.value or 0
 
     def destroy_event(self, event: int) -> None:
-        """Destroy an event; streams that already wait for it go on waiting."""
+        """Destroy an event; streams that already wait for the event still do."""
         self._call("cudaEventDestroy", event)
 
     def record_event(self, event: int, stream: int) -> None:
@@ -119,8 +119,8 @@ class CudaApi:
         self._call("cudaEventRecord", event, stream)
 
     def wait_event(self, stream: int, event: int) -> None:
-        """Delay work that is queued in the stream from now on until the event's last recording has
-        been reached. An event that was never recorded delays no work."""
+        """Delay work queued in the stream from now on until the event's last recording is reached.
+        An event that was never recorded delays no work."""
         self._call("cudaStreamWaitEvent", stream, event, 0)
 
     def has_ended(self, event: int) -> bool:
@@ -136,13 +136,13 @@ class CudaApi:
         self._call("cudaEventSynchronize", event)
 
     def seconds_between(self, start: int, end: int) -> float:
-        """Seconds between two events that have been reached."""
+        """Return the seconds between two events that have been reached."""
         milliseconds = ctypes.c_float()
         self._call("cudaEventElapsedTime", ctypes.addressof(milliseconds), start, end)
         return milliseconds.value / 1e3
 
     def memcpy_async(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
-        """Queue one copy. With ordinary memory on the host the call may wait for the stream."""
+        """Queue one copy. With pageable host memory the call may wait for the stream."""
         self._call("cudaMemcpyAsync", target, source, size, kind, stream)
 
     def _call(self, name: str, *arguments: Any) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copies of one direction of the CUDA device, made in the fastest of the measured ways. This
-module works with addresses of pool and slab; it handles no events, order or threads."""
+"""The copies of one direction of the CUDA device, made in the fastest measured way. This module
+uses addresses in pool and slab, and handles no events, order or threads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .cuda_staging import StagingBuffer
 log = logging.getLogger(__name__)
 
 ROUNDS = 3
-MOST_COPIES = 256  # in a round; some ways take microseconds a copy
+MOST_COPIES = 256  # copies in a measured round; some ways take microseconds for a copy
 Rates = dict[Way, float]
 
 GB = 1e9
@@ -44,16 +44,16 @@ def measure_rates(
     runtime: Runtime, staging: StagingBuffer, stream: int, direction: Stream, block_bytes: int
 ) -> Rates:
     """Measure the bytes per second of each way to copy that works on this machine. `staging` must
-    be idle. Takes some milliseconds. Copies scattered pieces of a block's size between scratch
-    buffers, never the pool or the slab. A kernel has to be compiled, so it is tried only for small
-    blocks, which the copy engine copies slowly."""
+    be idle. The measurement takes some milliseconds, and copies scattered pieces of a block's size
+    between scratch buffers, never the pool or the slab. Only for small blocks, which the copy
+    engine copies slowly, is a kernel compiled and measured."""
     locked = staging.memory.tensor()
     size = min(block_bytes, locked.numel() // 2)
     count = min(MOST_COPIES, locked.numel() // size)
     on_device = runtime.device_memory(count * size)
     ordinary = torch.zeros(count * size, dtype=torch.uint8)
     to_host = direction is Stream.STORE
-    # Reversed, so that no two are neighbours.
+    # Reversed, so that no two places are neighbours.
     places = np.arange(count - 1, -1, -1) * size
 
     def batch(host: torch.Tensor) -> Batch:
@@ -88,13 +88,13 @@ def measure_rates(
             rates[way] = count * size / _best_seconds(runtime, stream, launch)
         except (CudaError, KernelRefused) as error:
             if way in (Way.SINGLE, Way.PAGEABLE):
-                raise  # this way must work on any device
+                raise  # single copies must work on any device
             log.warning("no copies by %s here: %s", way.value, error)
     return rates
 
 
 def _best_seconds(runtime: Runtime, stream: int, launch: Callable[[], None]) -> float:
-    """The shortest of ROUNDS times by the CPU's clock, because in some ways the CPU copies too."""
+    """Return the shortest of ROUNDS times, by the CPU's clock because the CPU may copy too."""
     best = float("inf")
     for _ in range(ROUNDS):
         began = time.perf_counter()
@@ -106,7 +106,7 @@ def _best_seconds(runtime: Runtime, stream: int, launch: Callable[[], None]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Pool and slab, as addresses and as uint8 `[blocks or slots, page_bytes]`."""
+    """Pool and slab, as addresses and as uint8 tensors `[blocks or slots, page_bytes]`."""
 
     geometry: Geometry
     pool: torch.Tensor
@@ -155,7 +155,7 @@ class Copier:
         )
 
     def cost_of_pageable(self) -> str:
-        """The speed of copies of slots that are not page-locked, in words."""
+        """Return, in words, the speed of copies of slots that are not page-locked."""
         if not self._rates:
             return f"{self._direction.value}s as the driver does it"
         slow, quick = (self._rates[way] / GB for way in (self.pageable, self.locked))
@@ -181,7 +181,7 @@ class Copier:
             self._staging.load(batch, stream, self._copy)
 
     def close(self) -> None:
-        """Release the buffer; the caller queues no copy afterwards. Raises CudaError."""
+        """Release the staging buffer; no copy may be queued afterwards. Raises CudaError."""
         if self._staging is not None:
             self._staging.close()
 

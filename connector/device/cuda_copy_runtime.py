@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA device's interface to CUDA: a protocol, and its implementation with torch.
 
-The protocol is minimal, so that tests can replace CUDA's streams by queues. Streams and events are
-handles of the CUDA runtime; addresses are numbers. A thread must call `enter_thread` before the
-other methods. Every method may raise CudaError."""
+The protocol is minimal, so that tests can replace CUDA by queues. Streams and events are handles of
+the CUDA runtime; addresses are numbers. A thread must call `enter_thread` before the other methods.
+Every method may raise CudaError."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .cuda_api import MEMCPY_DEVICE_TO_HOST, MEMCPY_HOST_TO_DEVICE, CudaApi
 
 log = logging.getLogger(__name__)
 
-# Programs of a copy kernel; so few do not slow decode down.
+# The programs of a copy kernel, few enough not to slow decode steps down.
 FEW_PROGRAMS = 12
 
 
@@ -38,39 +38,39 @@ class PageLocked(Protocol):
     address: int
 
     def tensor(self) -> torch.Tensor:
-        """The whole buffer as uint8."""
+        """Return the whole buffer as uint8."""
 
     def close(self) -> None:
-        """Release the memory; no copy may use it any more."""
+        """Release the memory, which no copy may use any more."""
 
 
 class Runtime(Protocol):
     """A device, and the CUDA runtime that torch has loaded."""
 
     device: torch.device
-    batch_refusal: str | None  # why there are no batched copies; None if there are
+    batch_refusal: str | None  # why batched copies are missing; None if they work
 
     def enter_thread(self, *, is_own: bool) -> None:
         """Set the current device of the calling thread, before its other calls. With `is_own`, for
         threads of the copy device, allow calls while another thread captures a CUDA graph."""
 
     def compute_stream(self) -> int:
-        """The stream of the calling thread's kernels."""
+        """Return the stream of the calling thread's kernels."""
 
     def create_stream(self) -> int:
-        """A stream of the lowest priority."""
+        """Create a stream of the lowest priority."""
 
     def destroy_stream(self, stream: int) -> None: ...
 
     def create_event(self) -> int:
-        """An event that records its time; threads sleep while they wait for it."""
+        """Create an event that records its time; threads sleep while they wait for the event."""
 
     def destroy_event(self, event: int) -> None: ...
 
     def record_event(self, event: int, stream: int) -> None: ...
 
     def wait_event(self, stream: int, event: int) -> None:
-        """Make the stream wait for the event's last recording, if any; the caller does not wait."""
+        """Make the stream, not the caller, wait for the event's last recording, if any."""
 
     def has_ended(self, event: int) -> bool: ...
 
@@ -83,7 +83,7 @@ class Runtime(Protocol):
         """Queue all copies in one call, read in stream order. Needs page-locked memory."""
 
     def copy_each(self, batch: Batch, stream: int, *, to_host: bool) -> None:
-        """Queue the copies one by one. With ordinary memory the call may wait, and may read sources
+        """Queue the copies one by one. With pageable memory the call may wait, and may read sources
         on the host before earlier work of the stream has run."""
 
     def move_blocks(
@@ -94,7 +94,7 @@ class Runtime(Protocol):
         target_ids: Sequence[int],
         stream: int,
     ) -> None:
-        """Queue a kernel of FEW_PROGRAMS programs. Raises KernelRefused if there is no kernel."""
+        """Queue a copy kernel of FEW_PROGRAMS programs. Raises KernelRefused without a kernel."""
 
     def register_host(self, address: int, num_bytes: int) -> None:
         """Page-lock memory that was allocated elsewhere."""
@@ -102,10 +102,10 @@ class Runtime(Protocol):
     def unregister_host(self, address: int) -> None: ...
 
     def page_locked(self, num_bytes: int) -> PageLocked:
-        """New page-locked memory."""
+        """Allocate page-locked memory."""
 
     def device_memory(self, num_bytes: int) -> torch.Tensor:
-        """New memory of the device, uint8."""
+        """Allocate device memory, as uint8."""
 
 
 class TorchRuntime:
@@ -161,7 +161,7 @@ class TorchRuntime:
     ) -> None:
         queue = torch.cuda.ExternalStream(stream, self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(queue):
-            # A copy from ordinary memory would make this thread wait for the work queued before it.
+            # A copy from pageable memory would make this thread wait for earlier work.
             ids = torch.tensor([source_ids, target_ids]).pin_memory()
             ids = ids.to(self.device, non_blocking=True)
             transfer_blocks(
@@ -196,12 +196,12 @@ class CupyMemory:
         return torch.from_numpy(np.frombuffer(self._memory, np.uint8, self._num_bytes))
 
     def close(self) -> None:
-        """Release the memory; it is freed with the last tensor that uses it."""
+        """Release the memory, which is freed with the last tensor that uses it."""
         self._memory = None
 
 
 def _cupy_memory(num_bytes: int) -> CupyMemory | None:
-    """New page-locked memory of CuPy; None without CuPy."""
+    """Allocate page-locked memory with CuPy; return None without CuPy."""
     try:
         import cupy
     except ImportError:

@@ -2,7 +2,7 @@
 """Events of the CUDA device, for which streams and threads can wait.
 
 A `Point` is an event of CUDA, recorded once. A copy's event gets its point when the copy has been
-queued in CUDA. Until then a stream cannot wait for the event, only a thread can."""
+queued in CUDA. Until then only a thread can wait for the event, not a stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .base import DeviceError, Event
 from .cpu import CpuEvent
 from .cuda_copy_runtime import Runtime
 
-# Times between two polls of a ComputeEvent.
+# The seconds between two polls of a ComputeEvent.
 SHORTEST_NAP, LONGEST_NAP = 50e-6, 1e-3
 
 Blame = Callable[[CudaError], DeviceError]
@@ -37,7 +37,7 @@ class Point:
     def __del__(self) -> None:
         try:
             self._runtime.destroy_event(self.handle)
-        except Exception:  # noqa: BLE001, S110 - no caller to tell; the process may be ending
+        except Exception:  # noqa: BLE001, S110 - there is no caller; the process may be ending
             pass
 
 
@@ -54,18 +54,18 @@ class CopyEvent(CpuEvent):
         self._unqueued.acquire()
 
     def queued(self, point: Point | None) -> None:
-        """Set the point. Called once, also for a copy that could not be queued and has no point."""
+        """Set the point of the copy; None for a copy that could not be queued. Called once."""
         self.point = point
         self._unqueued.release()
 
     def wait_queued(self, timeout_seconds: float) -> None:
-        """Wait until `queued` was called, so that `point` is final; `timeout_seconds` at most."""
+        """Wait, `timeout_seconds` at most, until `queued` was called, so that `point` is final."""
         if self._unqueued.acquire(timeout=max(0.0, timeout_seconds)):
             self._unqueued.release()  # for the next waiter
 
 
 class ComputeEvent:
-    """The end of all computing queued before. Threads seldom wait for it, so they poll it."""
+    """The end of all computing queued before. Threads seldom wait for it, so they poll."""
 
     __slots__ = ("_blame", "_ended", "_error", "_runtime", "point")
 
@@ -101,12 +101,12 @@ class ComputeEvent:
 
 
 def point_of(event: Event) -> Point | None:
-    """The CUDA point of an event, for which a stream can wait; None if only a thread can wait."""
+    """Return the CUDA point of an event, for which a stream can wait; None if only a thread can."""
     return event.point if isinstance(event, CopyEvent | ComputeEvent) else None
 
 
 def wait_for_point(event: Event, timeout_seconds: float) -> Point | None:
-    """The event's CUDA point; None if it ended without one. Raises DeviceError at the timeout."""
+    """Wait for an event's CUDA point; None without one. Raises DeviceError at the timeout."""
     deadline = time.monotonic() + timeout_seconds
     if isinstance(event, CopyEvent) and not event.done():
         event.wait_queued(timeout_seconds)

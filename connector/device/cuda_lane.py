@@ -7,9 +7,9 @@ them.
                                        the second sleeps until CUDA has come past it, ends it┘
 
 The second thread sleeps in `cudaEventSynchronize`, without processor time and without a lock. A
-host function in the stream could report the end of a copy as early. But it must not call CUDA, and
-while it waits for the interpreter's lock, the stream would wait too. With two threads a copy is
-queued before the previous one has ended, so the link to the GPU is never idle between two copies.
+host function in the stream could report the end of a copy as early. But a host function must not
+call CUDA, and the stream would wait while the function waits for the interpreter's lock. With two
+threads a copy is queued before the previous one has ended, so the link to the GPU is never idle.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .cuda_events import Blame, CopyEvent, Point, point_of, wait_for_point
 
 log = logging.getLogger(__name__)
 
-# One job holds all blocks of one request or one step, so a queue this long means a stuck stream.
+# The most queued jobs. A job has all blocks of a step, so a full queue means a stuck stream.
 QUEUE_JOBS = 1024
 
 
@@ -36,8 +36,9 @@ class Job(ABC):
     """Copies that end together, and the event of their end."""
 
     def __init__(self, after: Sequence[Event], *, is_quick: bool, is_by_cpu: bool) -> None:
-        """`is_quick`: queueing takes the caller less time than waking a thread. `is_by_cpu`: the
-        CPU reads or writes slots itself, so a thread has to wait for the events first."""
+        """`is_quick`: queueing the job takes the caller less time than waking a thread.
+        `is_by_cpu`: the CPU itself reads or writes slots, so a thread must wait for the events
+        first."""
         self.after = [event for event in after if not event.done()]
         self.is_quick = is_quick
         self.is_by_cpu = is_by_cpu
@@ -48,20 +49,20 @@ class Job(ABC):
 
     @abstractmethod
     def run(self, stream: int) -> None:
-        """Queue the copies in `stream`; make those that the CPU makes itself."""
+        """Queue the copies in `stream`, and make the CPU's own copies."""
 
-    def arrived(self) -> None:  # noqa: B027 - most have nothing left to do
-        """Finish copies that ended well. The second thread calls it before the event ends."""
+    def arrived(self) -> None:  # noqa: B027 - most jobs need no such work
+        """Finish successful copies, before the second thread ends the event."""
 
     def points(self) -> list[Point] | None:
-        """The points for which the stream has to wait. None if a thread has to wait instead."""
+        """Return the points for which the stream must wait; None if a thread must wait instead."""
         points = [point_of(event) for event in self.after]
         known = [point for point in points if point is not None]
         return known if len(known) == len(points) and not (points and self.is_by_cpu) else None
 
 
 class Lane:
-    """Runs jobs in order. `blame` turns a CudaError into the DeviceError that callers see."""
+    """Runs jobs in order. `blame` turns a CudaError into the DeviceError for callers."""
 
     def __init__(
         self, name: str, runtime: Runtime, blame: Blame, *, dependency_seconds: float
@@ -99,7 +100,7 @@ class Lane:
         return job.event
 
     def close(self, timeout_seconds: float) -> bool:
-        """Wait until the jobs have ended; False if `timeout_seconds` were too short. Idempotent."""
+        """Wait until the jobs have ended; return False after `timeout_seconds`. Idempotent."""
         deadline = time.monotonic() + timeout_seconds
         for thread, jobs in zip(self._threads, (self._unqueued, self._queued), strict=True):
             if thread.is_alive():
@@ -148,12 +149,11 @@ class Lane:
         try:
             self._runtime.enter_thread(is_own=True)
         except CudaError as error:
-            self._blame(error)  # every job will then fail by itself
+            self._blame(error)  # then every job fails by itself
 
     def _wait_as_a_thread(self, job: Job) -> list[Point]:
-        """Wait until each event has a point or has ended; if the CPU makes copies, until all have
-        ended. Return the points, for which the stream will wait. Raises DeviceError at a
-        timeout."""
+        """Wait until each event of the job has a point or has ended; if the CPU makes copies, until
+        all events have ended. Return the points for the stream. Raises DeviceError at a timeout."""
         deadline = time.monotonic() + self._dependency_seconds
         points = []
         try:
@@ -189,7 +189,7 @@ class Lane:
         except CudaError as error:
             job.failure = job.failure or self._blame(error)
         job.after = []
-        # The CPU has done its part, if any, so `job.ended` is the end of the whole job.
+        # The CPU's copies have been made, so `job.ended` is the end of the whole job.
         job.event.queued(job.ended)
 
     def _wait_for_end(self, job: Job) -> Exception | None:

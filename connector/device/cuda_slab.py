@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Page-locks a slab in pieces, in the background, and unlocks it at the end.
 
-Locking some gigabytes takes a second, and the copy engine reaches only locked memory. So a thread
+Locking some gigabytes takes a second, and the copy engine reads only locked memory. So a thread
 locks piece after piece while the engine already serves requests. Copies of slots that are not
-locked yet are slower. If the system refuses to lock more, the rest stays ordinary memory."""
+locked yet are slower. If the system refuses to lock more, the other pieces stay pageable."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .cuda_copy_runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 256 << 20  # the driver holds its locks briefly, and calls are few
+PIECE_BYTES = 256 << 20  # small enough for short calls, large enough for few calls
 
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+Progress = Callable[[int, int], None]  # (locked bytes, all bytes)
 
 
 class LockedSlab:
     """The `num_slots` slots of `slot_bytes` bytes from `address` on, page-locked by a thread. If
-    some slots cannot be locked, the thread calls `refused` once with the reason."""
+    slots cannot be locked, the thread calls `refused` once with the reason."""
 
     def __init__(
         self,
@@ -48,19 +48,19 @@ class LockedSlab:
         self._refused = refused
         self._pieces: list[int] = []
         self._stop = threading.Event()
-        # Number of locked slots, from slot 0 on. It only grows until `close`: reads need no lock.
+        # Number of locked slots, from slot 0 on; read without a lock, because it only grows.
         self.num_locked = 0
         self._thread = threading.Thread(target=self._run, name="stratakv-page-lock", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait until the thread has locked as much as it can; False after `timeout_seconds`."""
+        """Wait until the thread has locked all it can; return False after `timeout_seconds`."""
         self._thread.join(max(0.0, timeout_seconds))
         return not self._thread.is_alive()
 
     def close(self, timeout_seconds: float) -> bool:
-        """Unlock all pieces; no copy may use them any more. False if the thread is still locking.
-        Raises the last CudaError if CUDA refuses to unlock pieces."""
+        """Unlock all pieces, which no copy may use any more. Return False if the thread is still
+        locking. Raises the last CudaError if CUDA refuses to unlock pieces."""
         self._stop.set()
         if not self.wait(timeout_seconds):
             return False
@@ -108,7 +108,7 @@ class LockedSlab:
 
 
 def locked_memory_advice(wanted_bytes: int) -> str:
-    """A sentence of advice for a machine on which memory cannot be page-locked."""
+    """Return a sentence of advice for a machine on which memory cannot be page-locked."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY or limit >= wanted_bytes:
         return "The limit of locked memory is not the reason; a smaller slab may do"

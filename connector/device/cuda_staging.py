@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between the pool and ordinary memory, through a small page-locked buffer in two halves.
+"""Copies between the pool and pageable memory, through a small page-locked buffer in two halves.
 
 The copy engine works on one half while the calling thread works on the other half. A call waits
 until all its copies have ended."""
@@ -31,7 +31,7 @@ class StagingBuffer:
         self.memory = runtime.page_locked(2 * half_bytes)
 
     def store(self, batch: Batch, stream: int, copy: Copy) -> None:
-        """Copy from the device to ordinary memory; all bytes are in place on return."""
+        """Copy from the device to pageable memory; all bytes are in place on return."""
         landing: deque[tuple[Copies, Copies, Point]] = deque()
         for half, group in zip(self._halves(), cut(batch, self._half_bytes), strict=False):
             if len(landing) == 2:
@@ -44,7 +44,7 @@ class StagingBuffer:
             self._land(*landing.popleft())
 
     def load(self, batch: Batch, stream: int, copy: Copy) -> None:
-        """Copy from ordinary memory to the device; all sources have been read on return."""
+        """Copy from pageable memory to the device; all sources have been read on return."""
         busy: deque[Point] = deque()
         for half, group in zip(self._halves(), cut(batch, self._half_bytes), strict=False):
             if len(busy) == 2:
@@ -59,7 +59,7 @@ class StagingBuffer:
             busy.popleft().synchronise()
 
     def close(self) -> None:
-        """Release the buffer; no copy may use it any more."""
+        """Release the buffer, which no copy may use any more."""
         self.memory.close()
 
     def _halves(self) -> itertools.cycle[int]:
@@ -72,7 +72,7 @@ class StagingBuffer:
 
 
 def _placed(half: int, group: Copies) -> list[tuple[tuple[int, int, int], int]]:
-    """Each copy with its address in a half of the buffer, in which the copies lie without gaps."""
+    """Return each copy with its address in a half of the buffer, where copies lie without gaps."""
     ends = itertools.accumulate((size for _, _, size in group), initial=half)
     return list(zip(group, ends, strict=False))
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a copy device by its name: `cpu`, `cuda`, or one of several GPUs, `cuda:1`. The CPU device
-imports nothing of CUDA."""
+"""Makes a copy device by its name: `cpu`, `cuda`, or one of several GPUs, `cuda:1`. For the CPU
+device no CUDA module is imported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_device(name: str, progress: Callable[[int, int], None] | None = None) -
     from .cuda_copy_runtime import TorchRuntime
 
     try:
-        # A name without a number means this thread's current device.
+        # The name `cuda` without a number means this thread's current device.
         return CudaCopyDevice(TorchRuntime(torch.device(name)), progress=progress)
     except DeviceError as error:
         raise TierConfigError(f"offloading from {name}: {error}") from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A codec that halves 16-bit blocks: e4m3 numbers with a scale for each row of a head.
+"""A codec that halves the size of 16-bit blocks: e4m3 numbers, with a scale for each row of a head.
 
     encoded = for each layer, K or V, token and head, in the order of the block:
               one byte e: the row's scale is 2 ** (e - 127)
@@ -33,11 +33,11 @@ DTYPES = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-# Numbers coded at a time. From 32768 numbers on torch would start threads of its own, beside the
-# many that move blocks. A chunk also fits into the cache.
+# Numbers encoded at a time: these fit into the CPU's cache, and from 32768 numbers on torch would
+# start its own threads, beside the many threads that move blocks.
 _CHUNK_NUMBERS = 32767
-_BIAS = 127  # of a float32's exponent
-_SMALLEST, _LARGEST = -126, 120  # powers of two: the last normal float32; the largest over 448
+_BIAS = 127  # the bias of a float32's exponent
+_SMALLEST, _LARGEST = -126, 120  # powers of two: the least normal float32; the largest over 448
 _HALF_TO_E4M3 = 256  # e4m3's bits, read as float16, give a 256th of the number
 _MANTISSA_OF_LARGEST = 0.875  # 448 = 0.875 * 2 ** 9
 _EXPONENT_OF_LARGEST = 9
@@ -51,8 +51,8 @@ class _Rows(NamedTuple):
 
 class Fp8Codec(Codec):
     """e4m3 with scales, for bfloat16, float16 and float32. A decoded number differs from the
-    original x by at most max(|x| / 16, s / 1024). s is a power of two, at most 1/224 of the largest
-    number of the row (K or V of one token in one head)."""
+    original x by at most max(|x| / 16, s / 1024). The scale s is a power of two, at most 1/224 of
+    the largest number of the row (K or V of one token in one head)."""
 
     name = "fp8"
     number = 2
@@ -84,7 +84,7 @@ class Fp8Codec(Codec):
         for numbers, exponents, codes in self._chunks(payload, out):
             x = numbers.float()
             peaks = x.abs().amax(1, keepdim=True)
-            # Written with `not`, so that it refuses NaN too.
+            # Written with `not`, so that NaN is refused too.
             if not peaks.max().item() <= self._largest * (1 - 1 / 16):
                 return None
             mantissas, powers = torch.frexp(peaks)
@@ -102,7 +102,7 @@ class Fp8Codec(Codec):
             powers = exponents.int() - _BIAS
             if not _SMALLEST <= powers.min().item() <= powers.max().item() <= _LARGEST:
                 raise ValueError("a scale is out of range")
-            # Three times as fast as torch's own conversion.
+            # Conversion by bits is three times as fast as torch's own conversion.
             bits = codes.view(torch.int8).short()  # the sign fills the upper byte
             signs = bits & -0x8000
             bits &= 0x7F
@@ -134,5 +134,5 @@ def _two_to(powers: torch.Tensor) -> torch.Tensor:
 
 
 def _tensor(buffer: memoryview) -> torch.Tensor:
-    """The bytes of a buffer as a tensor; only a read-only buffer is copied."""
+    """Return the bytes of a buffer as a tensor; only a read-only buffer is copied."""
     return torch.frombuffer(bytearray(buffer) if buffer.readonly else buffer, dtype=torch.uint8)

@@ -3,7 +3,7 @@
 
     StrataL2Adapter   SSD and cache servers below LMCache's own memory
 
-docs/lmcache.md says how to switch it on. The first use of `StrataL2Adapter` imports LMCache."""
+docs/lmcache.md describes the configuration. The first use of `StrataL2Adapter` imports LMCache."""
 
 from __future__ import annotations
 

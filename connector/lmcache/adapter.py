@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """StrataL2Adapter: stores and loads chunks for LMCache's server, below the server's own memory.
 
-LMCache's controllers submit tasks from two threads, sleep on event fds, and take each result once.
-A task that never ended would hang a request in LMCache, so every task ends. At its time limit a
-task reports the chunks that have come. If the tiers are not open or have failed, all its chunks are
-misses."""
+LMCache's controllers submit tasks from two threads, sleep on event fds, and read each result once.
+A task without end would hang a request in LMCache, so every task has a time limit, at which it
+reports the chunks that have come. Without open tiers all chunks of a task are misses."""
 
 from __future__ import annotations
 
@@ -41,17 +40,17 @@ _FLAGS = os.EFD_NONBLOCK | os.EFD_CLOEXEC
 
 
 class _Task:
-    """A task of LMCache. Each `Shelf` handles the keys of the task that have its layout."""
+    """A task of LMCache. Each `Shelf` handles the task's keys with the layout of the shelf."""
 
     __slots__ = ("answers", "id", "kind", "objects", "parts", "sizes")
 
     def __init__(self, id: int, kind: str, objects: Sequence[Any], num_keys: int) -> None:
         self.id = id
         self.kind = kind
-        self.objects = objects  # keeps their memory alive until the task ends
+        self.objects = objects  # their memory must live until the task ends
         self.answers = [False] * num_keys
         self.sizes = [0] * num_keys
-        self.parts = 0  # parts that have not ended
+        self.parts = 0  # how many parts have not ended
 
 
 class StrataL2Adapter(L2AdapterInterface):
@@ -59,7 +58,7 @@ class StrataL2Adapter(L2AdapterInterface):
     configuration. Raises ConfigError, TierConfigError."""
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
-        # LMCache gets no capacity and evicts nothing here: the tiers keep to their own capacities.
+        # Capacity 0: LMCache evicts no chunks here, because the tiers have their own capacities.
         super().__init__(max_capacity_bytes=0)
         version = SUPPORTED.installed()
         given = dict(config)
@@ -68,7 +67,7 @@ class StrataL2Adapter(L2AdapterInterface):
         self._settings = chunk_host(HOST).read(given)
         self._models = ModelNames(self._settings.revision)
         self._version = f"{version[0]}.{version[1]}"
-        self._settings.remote.credentials()  # a certificate without its key is refused here
+        self._settings.remote.credentials()  # raises for a certificate without its key
         if self._chunk_bytes:
             check_servers(self._settings, chunk_layout(self._chunk_bytes))
         self._lock = threading.Lock()
@@ -78,7 +77,7 @@ class StrataL2Adapter(L2AdapterInterface):
         self._stored: dict[int, Any] = {}
         self._found: dict[int, Any] = {}
         self._shelves: dict[ChunkIdentity, Shelf] = {}
-        self._refused: set[str] = set()  # logged reasons
+        self._refused: set[str] = set()  # reasons already logged
         self._closed = False
 
     def get_store_event_fd(self) -> int:
@@ -91,7 +90,7 @@ class StrataL2Adapter(L2AdapterInterface):
         return self._fds[LOAD]
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Store chunks. A chunk of an unsupported layout fails the task."""
+        """Store chunks. The task fails if a chunk has an unsupported layout."""
         return self._submit(STORE, keys, objects)
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
@@ -102,8 +101,8 @@ class StrataL2Adapter(L2AdapterInterface):
     def submit_lookup_and_lock_task(
         self, keys: list[Any], group_layout_descs: Mapping[int, Any]
     ) -> int:
-        """Look up chunks. No chunk is locked: LMCache might never release a lock, and a chunk that
-        was evicted before its load is only a miss."""
+        """Look up chunks. No chunk is locked, because LMCache might never release a lock; a chunk
+        evicted before its load is a miss."""
         task = self._register_task(LOOKUP, (), len(keys))
         models = self._models_of(keys)
         places: dict[Shelf, list[int]] = {}
@@ -138,7 +137,7 @@ class StrataL2Adapter(L2AdapterInterface):
             tiers.drop_chunks([shelf.keys.derive_chunk_key(key, name) for key, name in named])
 
     def get_usage(self) -> Any:
-        """The used and total bytes of all tiers, not by cache salt, which the tiers do not know."""
+        """Return the used and total bytes of all tiers; the tiers do not count by cache salt."""
         stats = [each for _, tiers in self._open_shelves() for each in tiers.stats().values()]
         return AdapterUsage(
             total_bytes_used=sum(each.used_bytes for each in stats),
@@ -173,7 +172,7 @@ class StrataL2Adapter(L2AdapterInterface):
         }
 
     def close(self) -> None:
-        """Write unwritten chunks within `shutdown_seconds`, and release everything."""
+        """Write unwritten chunks within `shutdown_seconds`, and release all resources."""
         with self._lock:
             if self._closed:
                 return
@@ -209,7 +208,7 @@ class StrataL2Adapter(L2AdapterInterface):
         return task.id
 
     def _models_of(self, keys: Sequence[Any]) -> dict[str, str | None]:
-        """The name of each model in these keys; None for a model whose chunks are not kept."""
+        """Return the name of each model in these keys; None for a model that is not stored."""
         return {
             model: self._models.resolve_name(model) for model in {key.model_name for key in keys}
         }
@@ -301,13 +300,13 @@ class StrataL2Adapter(L2AdapterInterface):
     def _shelf_of_desc(self, desc: Any) -> Shelf | None:
         if desc is not None and desc.shapes:
             return self._shelf(desc.shapes, desc.dtypes)
-        # LMCache did not describe the layout of the chunks. If there is one shelf, it must be that.
+        # LMCache did not describe the chunks' layout, which is clear only if there is one shelf.
         with self._lock:
             shelves = list(self._shelves.values())
         return shelves[0] if len(shelves) == 1 else None
 
     def _shelf(self, shapes: Sequence[Any], dtypes: Sequence[Any]) -> Shelf | None:
-        """The shelf of a layout, created if there is none; None for an unsupported layout."""
+        """Return the shelf of a layout, new at the first call; None for an unsupported layout."""
         own = self._settings
         try:
             identity = read_identity(

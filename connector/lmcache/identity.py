@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key of a chunk of LMCache, made from LMCache's key of the chunk and from everything else that
-determines its bytes.
+"""Makes the key of an LMCache chunk from LMCache's key of the chunk and from all other values that
+determine the chunk's bytes.
 
     root    = SHA-256( canonical CBOR of the fields of ChunkIdentity )
     digest  = SHA-256( root | canonical CBOR of [hash, model, kv rank, object group, cache salt] )
     key     = digest | group 0 | shard 0 of 1                               (40 bytes, docs/abi.md)
 
-If the model's files are on this machine, `model` is a digest of them (model_names.py). LMCache's kv
-rank holds world size and rank, and its hash covers token ids. LMCache's key of a chunk lacks shapes
-and dtypes, so they are in the root, and each root has tiers of its own."""
+If the model's files are on this machine, `model` is a digest of the files (model_names.py).
+LMCache's kv rank contains world size and rank, and LMCache's hash covers token ids. Shapes and
+dtypes, which LMCache's key lacks, are in the root, and each root has its own tiers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMESPACE = b"lmcache-chunk-1\0"
 _SUFFIX = key_suffix()
 _MAX_RANK = 16
 
-# Bytes of LMCache's dtypes that need no other data to be read. `uint8`: opaque bytes.
+# Bytes per number of the LMCache dtypes without separate scales; `uint8` means opaque bytes.
 DTYPE_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -42,13 +42,13 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkIdentity:
-    """The values besides LMCache's keys that two servers must agree on to share chunks."""
+    """The values, in addition to LMCache's keys, that two servers must agree on to share chunks."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     revision: str
     salt: str
-    host_version: str  # major.minor of LMCache, which decides how numbers lie in a chunk
+    host_version: str  # major.minor of LMCache, which decides the layout of a chunk
 
     @property
     def chunk_bytes(self) -> int:
@@ -56,7 +56,7 @@ class ChunkIdentity:
         return sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in sizes)
 
     def root(self) -> bytes:
-        """A 32-byte digest of all fields; keys and stores depend on it."""
+        """A 32-byte digest of all fields, for keys and stores."""
         return hashlib.sha256(cbor2.dumps(asdict(self), canonical=True)).digest()
 
     def namespace(self) -> bytes:
@@ -91,7 +91,7 @@ class ChunkKeys:
         self._root = hashlib.sha256(root)
 
     def derive_chunk_key(self, key: Any, model: str) -> bytes:
-        """The 40-byte key of a chunk. `model` is the model's name (model_names.py)."""
+        """Return the 40-byte key of a chunk. `model` is the model's name (model_names.py)."""
         fields = [key.chunk_hash, model, key.kv_rank, key.object_group_id, key.cache_salt]
         hasher = self._root.copy()
         hasher.update(cbor2.dumps(fields, canonical=True))

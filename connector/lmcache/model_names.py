@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names of LMCache's models: digests of their files, if the files are on this machine.
 
-LMCache's server loads no model; its engines do, each at its own time. So a thread makes the digest
-once, when the first chunk of a model comes. If the files change afterwards, engines may have the
-old or the new weights, so no chunk of that model is kept from then on."""
+LMCache's server loads no model; each engine loads the model at its own time. So a thread makes the
+digest once, when the first chunk of a model comes. If the files change later, engines may have the
+old or the new weights, so chunks of that model are no longer stored."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ log = logging.getLogger(__name__)
 
 HOST = "LMCache"
 MOST_MODELS = 64
-# Longest wait of a model's first call. Small models and models in the digest cache take less.
+# The longest wait of a model's first call; small models and models in the digest cache need less.
 FIRST_SECONDS = 1.0
 CHECK_SECONDS = 1.0  # between two checks of the files
 
 
 @dataclass(slots=True)
 class _Model:
-    """A model that LMCache has named."""
+    """A model in LMCache's keys."""
 
     ready: threading.Event = field(default_factory=threading.Event)
-    name: ModelName | None = None  # None: its chunks are not kept
+    name: ModelName | None = None  # None: the model's chunks are not stored
     checked_at: float = 0.0  # monotonic
 
 
 class ModelNames:
-    """Turns LMCache's names of models into names for keys. Thread-safe."""
+    """Turns LMCache's model names into names for keys. Thread-safe."""
 
     def __init__(self, revision: str | None) -> None:
         """`revision` is StrataKV's setting `revision`."""
@@ -46,12 +46,12 @@ class ModelNames:
 
     @property
     def refused(self) -> list[str]:
-        """Reasons why chunks are not kept, one sentence for each refused model."""
+        """Return why chunks are not stored, with one sentence for each refused model."""
         with self._lock:
             return list(self._refused)
 
     def resolve_name(self, model: str) -> str | None:
-        """A model's name in keys. None if its chunks are not kept, or while files are hashed."""
+        """Return a model's name in keys; None if its chunks are not stored, or during hashing."""
         with self._lock:
             known = self._models.get(model)
             is_new = known is None and len(self._models) < MOST_MODELS

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A shelf: the tiers for LMCache's chunks of one layout. The first chunk or look-up of the layout
-opens them. A separate thread does this, because it reads an index and faults in memory.
+opens the tiers, in a separate thread, because opening reads an index and faults in memory.
 
     opening ──► open                     tasks that came meanwhile go on
        │  └───► refused                  for good: every chunk is a miss, and the reason is logged
@@ -42,7 +42,7 @@ class Shelf:
         self._settings = settings
         self._layouts = layouts
         self._lock = threading.Lock()
-        self._waiters: list[Waiter] | None = []  # None: no task waits any more
+        self._waiters: list[Waiter] | None = []  # None: tasks no longer wait
         self._closed = False
         self._timer = threading.Timer(OPEN_SECONDS, self._late)
         self._timer.daemon = True
@@ -51,7 +51,7 @@ class Shelf:
         self._thread.start()
 
     def when_open(self, waiter: Waiter) -> None:
-        """Call `waiter` with the tiers once they open; with None if that fails or is too late."""
+        """Call `waiter` with the tiers once they are open; with None if that fails or is late."""
         with self._lock:
             tiers = self.tiers
             if tiers is None and self._waiters is not None:
@@ -110,9 +110,9 @@ def identity_text(identity: ChunkIdentity) -> str:
 
 
 def check_folders(path: Path, folder: str, layouts: int) -> None:
-    """Check that the directory may hold this layout. Raises ConfigError if it already has folders
-    of `layouts` other layouts, which take room on the disk too. An unreadable directory passes,
-    because its store will report that the disk is down."""
+    """Check that the directory may hold this layout. Raises ConfigError if the directory already
+    has folders of `layouts` other layouts, which take room on the disk too. An unreadable directory
+    passes; its store reports later that the disk is down."""
     try:
         if not path.is_dir():
             return

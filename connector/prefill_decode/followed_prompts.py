@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that another engine computes for requests of this engine. Their blocks are read into the
-slab as soon as they are stored, so that little is left to load when the request runs here.
+"""Prompts that another engine computes for requests of this engine. A prompt's blocks are read into
+the slab as soon as they are stored, so that the request has little to load when it runs here.
 
-The request may never come; then the blocks stay in the slab until they are evicted. Requests that
-wait for such a prompt are in `prefill_waits.py`."""
+If the request never comes, the blocks stay in the slab until they are evicted. `prefill_waits.py`
+has the requests that wait for a followed prompt."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ...tiers.hierarchy.hierarchy import Hierarchy
 from ...tiers.hierarchy.promotions import LoadTicket
 from ...tiers.mailbox import Alarm
 
-# Limit on following a prompt; the other engine computes it in seconds.
+# The longest time for which a prompt is followed; the other engine computes a prompt in seconds.
 FOLLOW_SECONDS = 60.0
 MOST_PROMPTS = 256
-# Reads of followed prompts hold at most this share of the slab.
+# The largest share of the slab that reads of followed prompts hold.
 SHARE = 0.25
-# Blocks stored by other engines are remembered for this time, which is longer than their steps.
+# How long reports of blocks stored by other engines are kept: longer than a step takes there.
 NEWS_SECONDS = 5.0
 MOST_NEWS = 65_536  # blocks
 
@@ -32,14 +32,14 @@ class FollowedPrompt:
 
     keys: list[bytes]
     give_up_at: float  # monotonic
-    num_asked: int = 0  # leading keys in the slab or on their way there
+    num_asked: int = 0  # leading keys in the slab or being read into it
     num_there: int = 0  # leading keys that a tier has
-    version: int = -1  # of the hierarchy, at the last look-up
+    version: int = -1  # the hierarchy's version at the last look-up
     tickets: list[LoadTicket] = field(default_factory=list)
 
     @property
     def missing(self) -> list[bytes]:
-        """All keys from the first one that no tier has."""
+        """Return all keys from the first key on that no tier has."""
         return self.keys[self.num_there :]
 
 
@@ -49,7 +49,7 @@ class Follows:
     def __init__(self, hierarchy: Hierarchy, alarm: Alarm) -> None:
         self._hierarchy = hierarchy
         self._alarm = alarm
-        self.prompts: list[FollowedPrompt] = []  # followed now
+        self.prompts: list[FollowedPrompt] = []  # the prompts followed now
         self._room = int(SHARE * hierarchy.num_slots)  # slots
         self._is_watching = False
         self._news: dict[bytes, float] = {}  # other engines' blocks → their times, the oldest first
@@ -62,8 +62,8 @@ class Follows:
             self._hierarchy.watch_stores(self._hear)
 
     def newest(self, keys: Sequence[bytes]) -> tuple[int, float, float]:
-        """The number of keys at the end of `keys` that other engines have stored within
-        NEWS_SECONDS, and the times of the first and the last report of these blocks."""
+        """Return how many keys at the end of `keys` other engines have stored within NEWS_SECONDS,
+        and the times of the first and the last report of these blocks."""
         recent = itertools.takewhile(self._news.__contains__, reversed(keys))
         moments = [self._news[key] for key in recent]
         return len(moments), min(moments, default=0.0), max(moments, default=0.0)
@@ -78,12 +78,12 @@ class Follows:
         prompt = FollowedPrompt(list(keys), give_up_at)
         self.prompts.append(prompt)
         self._alarm.at(give_up_at)
-        self._hierarchy.prefetch_lookup(keys)  # blocks that came before
+        self._hierarchy.prefetch_lookup(keys)  # for blocks stored before
         self.num_followed += 1
         return prompt
 
     def remove_prompt(self, prompt: FollowedPrompt) -> None:
-        """Stop following a prompt and release its reads. Allowed after following has ended, too."""
+        """Stop following a prompt, if it is still followed, and release its reads."""
         self._let_go(prompt, all_of_them=True)
         if prompt in self.prompts:
             self.prompts.remove(prompt)
@@ -104,7 +104,7 @@ class Follows:
         ]
 
     def _hear(self, keys: Sequence[bytes]) -> bool:
-        """Record blocks that other engines have stored. Return whether to look them up."""
+        """Record blocks that other engines have stored. Return whether to look up blocks."""
         now = time.monotonic()
         news = self._news
         for key in keys:
@@ -130,7 +130,7 @@ class Follows:
             ticket = self._hierarchy.begin_load(missing[:count])
             self._room -= len(ticket.keys)
             prompt.tickets.append(ticket)
-            count = ticket.begun  # fewer if the slab has no room for all
+            count = ticket.begun  # fewer blocks if the slab lacks room
         prompt.num_asked += count
 
     def _let_go(self, prompt: FollowedPrompt, *, all_of_them: bool) -> None:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-overs: blocks are written to a store from which other engines are about to load them, and
-are kept there for a while.
+"""Hand-overs: blocks are written to a store, and leased there for other engines to load them.
 
-    hand_over ──► moving ──(the shared store has them, as far as is known)──► leasing ──► ended
+    hand_over ──► moving ──(the shared store probably has the blocks)──► leasing ──► ended
 
-This engine's knowledge of the store may be out of date, so the lease decides: the store answers
-which of the blocks it has, and evicts none of them during the lease. A hand-over that takes longer
-than MOST_SECONDS ends with its missing blocks."""
+This engine's record of the store's blocks may be out of date, so the lease decides: the store
+answers which of the blocks it has, and evicts none of these blocks during the lease. A hand-over
+that takes longer than MOST_SECONDS ends with its missing blocks."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ from ..base import HandOver
 from ..connector_context import ConnectorContext
 from ..messages import HandedOver
 
-# Longer than the time from the prefill's answer, through a busy router, to the decode's load.
+# A lease lasts longer than a busy router and the decode engine need until the load.
 LEASE_SECONDS = 30.0
-# Many times longer than a slow link needs for one prompt's blocks.
+# The longest hand-over: many times what a slow link needs for a prompt's blocks.
 MOST_SECONDS = 10.0
 
 
@@ -43,16 +42,16 @@ class HandOvers(HandOver):
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = context.hierarchy
-        self._shards = context.parts.shards  # one suffix a rank, to complete the pool's keys
+        self._shards = context.parts.shards  # key suffixes of the ranks
         self._alarm = context.alarm
-        self.moving: list[_HandOver] = []  # not ended, also during the wait for a lease
+        self.moving: list[_HandOver] = []  # hand-overs not ended, including waits for a lease
         self.ended: list[HandedOver] = []  # for `take_handed_over`
 
     def hand_over(self, request_id: str, keys: Sequence[bytes]) -> None:
         give_up_at = time.monotonic() + MOST_SECONDS
         tier_keys = [key + shard for key in keys for shard in self._shards]
         hand_over = _HandOver(request_id, tier_keys, give_up_at)
-        self.forget_hand_over(request_id)  # an earlier request with the same id
+        self.forget_hand_over(request_id)  # of an earlier request with this id
         self.moving.append(hand_over)
         self._hierarchy.shared(tier_keys, write=True)
         self._alarm.at(give_up_at)
@@ -64,7 +63,7 @@ class HandOvers(HandOver):
         self.ended = [ended for ended in self.ended if ended.request_id != request_id]
 
     def poll_hand_overs(self) -> None:
-        """Check the progress of the hand-overs, and give up those beyond their time limit."""
+        """Check the progress of the hand-overs, and end those that exceed their time limit."""
         now = time.monotonic()
         for hand_over in list(self.moving):
             self._look_at(hand_over)
@@ -80,7 +79,7 @@ class HandOvers(HandOver):
         if hand_over.is_leasing or hand_over.version == version:
             return
         hand_over.version = version
-        # Ask for one block first: blocks written together come together, so it usually decides.
+        # A single block is checked first, because blocks written together arrive together.
         size = 1
         while hand_over.num_there < len(hand_over.keys):
             there = hand_over.num_there
@@ -90,7 +89,7 @@ class HandOvers(HandOver):
             if moved is not None and answers[moved] is Answer.PENDING:
                 return
             if moved is not None:
-                # The store will not get this block, but wait for the others.
+                # The store will not get this block; later blocks may still be on their way.
                 if Answer.PENDING in self._hierarchy.shared(hand_over.keys[there:]):
                     return
                 break
@@ -105,8 +104,8 @@ class HandOvers(HandOver):
 
     def _finish_hand_over(self, hand_over: _HandOver, missing: list[bytes]) -> None:
         if hand_over not in self.moving:
-            return  # given up, or forgotten
+            return  # the hand-over was given up, or forgotten
         self.moving.remove(hand_over)
         end = -len(self._shards[0])
-        lost = dict.fromkeys(key[:end] for key in missing)  # a block is lost if one rank's part is
+        lost = dict.fromkeys(key[:end] for key in missing)  # lost with the part of any rank
         self.ended.append(HandedOver(hand_over.request_id, list(lost)))

@@ -4,9 +4,10 @@
     await_prefill ──► (the scheduler looks it up, and blocks are missing) ──► waiting ──► ended
 
 `wait_limit.py` decides when and how a wait ends. After the wait the request loads the blocks that
-other engines have stored, and computes the rest. A waiting request holds no blocks of the pool. Its
-prompt is followed (`followed_prompts.py`), so that the blocks are in the slab when the wait ends. A
-request waits at most once, and only after a call of `PromptsElsewhere.await_prefill`."""
+other engines have stored, and computes all other blocks. A waiting request holds no blocks of the
+pool. The prompt of a waiting request is followed (`followed_prompts.py`): its blocks come into the
+slab during the wait. A request waits at most once, and only after a call of
+`PromptsElsewhere.await_prefill`."""
 
 from __future__ import annotations
 
@@ -22,15 +23,15 @@ from ..request_offload import Lookup, RequestOffload
 from .followed_prompts import Follows
 from .wait_limit import LOOK_UP_SECONDS, MOST_RATIO, End, PrefillWait, WaitLimit
 
-MOST_WAITING = 64  # requests; all are checked whenever blocks come
-# A prompt that takes less time than this to compute is not worth a wait.
+MOST_WAITING = 64  # requests; all are checked when blocks come
+# The least computing time of a prompt for which a request waits.
 LEAST_SECONDS = 0.1
-# The longest time without a new block if loads are always chosen, whatever they cost.
+# The longest wait without a new block if a setting chooses all loads, whatever their cost.
 ALWAYS_SECONDS = 5.0
 
 
 class PrefillWaits(PromptsElsewhere):
-    """The waits of one connector, and the prompts it follows. Wakes the engine to end a wait."""
+    """The waits of one connector, and its followed prompts. Wakes the engine when a wait ends."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._hierarchy = hierarchy = context.hierarchy
@@ -42,19 +43,19 @@ class PrefillWaits(PromptsElsewhere):
         self._parts = parts = context.parts
         self._block_size = parts.block_size
         self._num_parts = parts.width
-        # The tier that gets other engines' blocks.
+        # The tier from which other engines' blocks are read.
         self._tier = next(
             (store.name for store in hierarchy.stores if store.is_shared or store.is_read_only),
             None,
         )
-        self.waiting: dict[str, RequestOffload] = {}  # by request id; not to be changed
+        self.waiting: dict[str, RequestOffload] = {}  # by request id; read only
         self._counters.prefill_waits = {end.value: 0 for end in End}
 
     def expect_prompts(self) -> None:
         self.follows.start_watching()
 
     def follow_blocks(self, block_hashes: Sequence[bytes]) -> bool:
-        # The last block may be the prompt's end, a partly filled block.
+        # The last block may be partly filled, at the prompt's end.
         least_tokens = (len(block_hashes) - 1) * self._block_size + 1
         return (
             self.follows.track_prompt(self._parts.hit_keys(block_hashes, least_tokens)) is not None
@@ -67,20 +68,20 @@ class PrefillWaits(PromptsElsewhere):
             offload.elsewhere = elsewhere
 
     def begin_wait(self, offload: RequestOffload, request: RequestView, lookup: Lookup) -> bool:
-        """Make a request wait if another engine may compute its prompt and the wait is worth it.
-        True if it waits. Called once for each request, with the tiers' present answer."""
+        """Make a request wait if another engine may compute its prompt and the wait saves time.
+        Return whether the request waits. Called once for each request, after a look-up."""
         is_told = offload.elsewhere is Elsewhere.TOLD
         offload.elsewhere = Elsewhere.NO
         if len(self.waiting) >= MOST_WAITING or not self._hierarchy.others_are_up:
             return False
-        # Only full blocks are waited for. Tokens behind them are computed here, unless a tier has
-        # their block.
+        # A request waits only for full blocks. Later tokens are computed here, unless a tier has
+        # them.
         num_full = (request.num_tokens - 1) // self._block_size
         num_full = min(num_full, len(request.block_hashes)) - lookup.first
         num_full = min(num_full, len(lookup.keys) // self._num_parts)
         num_there = len(lookup.prefix.tiers)
         width = self._num_parts
-        # Blocks before a window are not waited for: the other engine may not have them either.
+        # A request does not wait for blocks before a window, which the other engine may lack too.
         needed = self._parts.needed(lookup.first, num_full)
         places = [place for place in needed if place >= num_there * width]
         if not places:
@@ -111,7 +112,7 @@ class PrefillWaits(PromptsElsewhere):
             wait = offload.wait
             assert wait is not None
             num_there = wait.num_there
-            # An alarm may be left from before the last blocks came; a later alarm follows.
+            # An alarm may be left from before the last blocks came; then a later alarm follows.
             is_due = now >= min(wait.look_at, wait.alarm_at)
             if num_there == wait.limit.num_there and not is_due and not is_lost:
                 continue
@@ -163,7 +164,7 @@ class PrefillWaits(PromptsElsewhere):
         if is_told:
             return WaitLimit(num_missing, now, compute_seconds, UNMEASURED_SECONDS)
         if seconds is None:
-            return None  # as above
+            return None  # a wait needs a known cost of computing
         there = lookup.keys[: num_there * self._num_parts]
         num_before, since, last = self.follows.newest(there)
         num_before //= self._num_parts
@@ -177,7 +178,8 @@ class PrefillWaits(PromptsElsewhere):
         return limit if limit.decide_end(now) is None else None
 
     def _look_again(self, wait: PrefillWait, now: float) -> None:
-        """Set the alarm for the next check of the wait. Ask the stores again if that is due."""
+        """Set the alarm for the next check of the wait. Look up missing blocks in the stores again,
+        if the next look-up is due."""
         if now >= wait.look_up_at:
             wait.look_up_at = now + LOOK_UP_SECONDS
             self._hierarchy.prefetch_lookup(wait.prompt.missing)

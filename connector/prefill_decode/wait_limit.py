@@ -2,9 +2,9 @@
 """WaitLimit: decides when and how a request's wait for another engine's prefill ends.
 
 whole     all full blocks of the prompt can be loaded
-slow      this engine computes the rest quicker than the other engine, by the rate of its blocks
-stalled   no block has come for too long
-capped    MOST_SECONDS are over
+slow      this engine computes the missing blocks quicker than the other engine stores them
+stalled   no new block can be loaded for too long
+capped    MOST_SECONDS have passed
 lost      the store that engines share is down, or all tiers were cleared
 gone      the request itself has ended"""
 
@@ -18,34 +18,34 @@ from enum import Enum
 from .followed_prompts import FOLLOW_SECONDS, FollowedPrompt
 
 MOST_SECONDS = FOLLOW_SECONDS
-# Time in which a computed block gets to the store and the store reports it.
+# The time in which a computed block is written to the store and reported by the store.
 GRACE_SECONDS = 0.1
-# The longest wait, as a multiple of the time in which this engine computes the blocks. It is above
-# 1, because an equal engine needs as long, and a wait delays no other request of this engine.
+# The longest wait, as a multiple of the time in which this engine computes the blocks. The ratio is
+# above 1, because an equal engine needs as long, and a wait delays no other request.
 MOST_RATIO = 1.5
-# The store is asked again about missing blocks this often: its reports may have been lost.
+# The time between look-ups of missing blocks in the store, whose reports may have been lost.
 LOOK_UP_SECONDS = 1.5
 
 
 @dataclass(slots=True, eq=False)
 class WaitLimit:
-    """The limit of a wait for `num_blocks` blocks. At the time `began` no tier has any of these.
+    """The limit of a wait for `num_blocks` blocks, none of which a tier has at the time `began`.
 
     `compute_seconds(start, end)` is the time in which this engine computes the blocks from `start`
-    to `end`. If it is None (unknown or ignored), the wait ends after `unknown_seconds` without a
-    new block. Other engines stored the `num_before` blocks in front of these shortly before the
-    wait, the last one at `last`; they show the speed of the other engine."""
+    to `end`. If the time is None (unknown or ignored), the wait ends after `unknown_seconds`
+    without a new block. Other engines stored the `num_before` preceding blocks shortly before the
+    wait, the last block at `last`; these blocks show the speed of the other engine."""
 
     num_blocks: int
-    began: float  # monotonic, as all moments here
+    began: float  # monotonic, like all times here
     compute_seconds: Callable[[int, int], float | None]
     unknown_seconds: float
     num_before: int = 0
     last: float | None = None
     num_there: int = field(default=0, init=False)
-    _last: float = field(init=False)  # last arrival, or the begin
+    _last: float = field(init=False)  # time of the last arrival, or `began`
     _first: tuple[float, int] | None = field(default=None, init=False)  # first arrival
-    _longest: float = field(default=0.0, init=False)  # seconds between arrivals
+    _longest: float = field(default=0.0, init=False)  # longest time between arrivals
 
     def __post_init__(self) -> None:
         self._last = self.began if self.last is None else self.last
@@ -64,7 +64,7 @@ class WaitLimit:
         return min(self.began + MOST_SECONDS, self._last + self._next_seconds())
 
     def decide_end(self, now: float) -> End | None:
-        """The reason for which the wait ends now; None if it goes on."""
+        """Return the reason for which the wait ends now; None if the wait goes on."""
         if self.num_there >= self.num_blocks:
             return End.WHOLE
         if now >= self.began + MOST_SECONDS:
@@ -115,11 +115,11 @@ class PrefillWait:
 
     limit: WaitLimit
     prompt: FollowedPrompt
-    positions: list[int]  # leading positions, by the prompt's `num_there`
+    positions: list[int]  # `num_there` of the followed prompt → number of leading positions
     began: float
     look_up_at: float = field(init=False)
-    look_at: float = field(init=False)  # even if no block comes
-    alarm_at: float = field(default=math.inf, init=False)  # the next one
+    look_at: float = field(init=False)  # next look-up, even if no block comes
+    alarm_at: float = field(default=math.inf, init=False)  # the next alarm
 
     def __post_init__(self) -> None:
         self.look_up_at = self.began + LOOK_UP_SECONDS

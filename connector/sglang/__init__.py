@@ -3,7 +3,7 @@
 
     StrataHiCacheStorage   SSD and cache servers below SGLang's host memory
 
-docs/sglang.md says how to switch it on. The first use of the class imports SGLang."""
+docs/sglang.md describes the configuration. The first use of the class imports SGLang."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from ..chunks.model_name import HostModel, ModelName, name_model, settings_text,
 log = logging.getLogger(__name__)
 
 HOST = "SGLang"
-# SGLang's arguments, besides the model's files, that change numbers in the cache.
+# SGLang's arguments that change numbers in the cache, in addition to the model's files.
 _NUMBERS = (
     "dtype",
     "quantization",
@@ -31,12 +31,12 @@ class ModelNames(NamedTuple):
     """Two fields of a PageIdentity."""
 
     model: str
-    settings: str  # empty if SGLang does not show them
+    settings: str  # empty if SGLang does not expose them
 
 
 def names_of(served_name: str, revision: str | None) -> ModelNames:
-    """The names of model and settings, from SGLang's arguments in this process. `revision` is
-    StrataKV's setting. Raises ConfigError for a model that cannot be read."""
+    """Return the names of model and settings, from SGLang's arguments in this process. `revision`
+    is StrataKV's setting. Raises ConfigError for a model that cannot be read."""
     arguments = _server_arguments()
     path = getattr(arguments, "model_path", None)
     if not path:
@@ -51,7 +51,7 @@ def names_of(served_name: str, revision: str | None) -> ModelNames:
         if numbers["load_format"] == "dummy":
             numbers["random_seed"] = getattr(arguments, "random_seed", None)
         adapters = _adapters(getattr(arguments, "lora_paths", None))
-        if adapters:  # else the settings keep the text that they had before there were adapters
+        if adapters:  # without adapters the text is as in earlier versions
             numbers["adapters"] = adapters
         settings = settings_text(numbers)
     warn_of_unseen(HOST, model, name, revision)
@@ -59,9 +59,9 @@ def names_of(served_name: str, revision: str | None) -> ModelNames:
 
 
 def _adapters(given: Any) -> list[list[str]]:
-    """Name, path and fingerprint of each adapter that SGLang loads at its start. Its page hash has
-    a digest of name and path for these, and a random id for those that are loaded later. Raises
-    ConfigError for an adapter that cannot be read."""
+    """Return name, path and fingerprint of each adapter that SGLang loads at its start. SGLang's
+    page hash has a digest of name and path for these adapters, and a random id for adapters that
+    are loaded later. Raises ConfigError for an adapter that cannot be read."""
     if isinstance(given, Mapping):
         given = [f"{name}={path}" for name, path in given.items()]
     found = []
@@ -77,7 +77,7 @@ def _adapters(given: Any) -> list[list[str]]:
 
 
 def _server_arguments() -> Any:
-    """SGLang's own arguments; None if SGLang does not show them."""
+    """Return SGLang's own arguments; None if SGLang does not expose them."""
     try:
         from sglang.srt.runtime_context import get_server_args
 

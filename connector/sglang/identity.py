@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key of a page of SGLang, made from SGLang's hash of the page and from everything else that
-determines its bytes.
+"""Makes the key of an SGLang page from SGLang's hash of the page and from all other values that
+determine the page's bytes.
 
     root    = SHA-256( canonical CBOR of the fields of PageIdentity )
     digest  = SHA-256( root | SGLang's page hash )
     key     = digest | group 0 | shard 0 of 1                               (40 bytes, docs/abi.md)
 
-SGLang's hash chains token ids, its id of the adapter and the request's `cache_salt`; the content of
-the adapters that it loads at its start is in `settings` (host_model.py). The hash does not cover
-model, dtype, ranks and the layout of bytes in the host pool. With MLA every tensor-parallel rank
-has the same bytes and one rank writes them, so the identity leaves the rank out."""
+SGLang's hash chains token ids, its id of the adapter and the request's `cache_salt`; `settings`
+covers the content of the adapters that SGLang loads at its start (host_model.py). The hash does not
+cover model, dtype, ranks and the layout of bytes in the host pool. With MLA every tensor-parallel
+rank has the same bytes, and one rank writes them, so the identity does not include the rank."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .host_model import ModelNames
 _NAMESPACE = b"sglang-page-1\0"
 _SUFFIX = key_suffix()
 
-# Dtypes of pools whose pages need no other data to be read.
+# The dtypes of pools whose pages contain all data that a reader needs (no separate scales).
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "uint8")
-# Layouts in which K of a page is one piece, and V another.
+# The layouts in which a page has one piece of K and one piece of V.
 LAYOUTS = ("page_first", "page_first_direct")
 MAX_KEY_CHARACTERS = 512
 
@@ -37,11 +37,11 @@ MAX_KEY_CHARACTERS = 512
 class PageIdentity:
     """The values, in addition to SGLang's hashes, that two engines must agree on to share pages."""
 
-    model: str  # a digest of its files, or SGLang's name (host_model.py)
+    model: str  # a digest of the model's files, or SGLang's name (host_model.py)
     settings: str  # digest of SGLang's arguments that change numbers; may be empty
     revision: str
     salt: str
-    host_version: str  # major.minor.patch of SGLang, because patches change pools
+    host_version: str  # major.minor.patch of SGLang, because patches change host pools
     pool: str  # the class of the host pool
     kv_dtype: str
     kv_layout: str
@@ -49,7 +49,7 @@ class PageIdentity:
     logical_page_size: int
     parts: tuple[int, ...]  # bytes of each piece of a page
     layers: tuple[int, int]  # first, and last + 1
-    heads: tuple[int, int]  # heads in this rank's pool, and numbers of a head
+    heads: tuple[int, int]  # heads in this rank's pool, and numbers per head
     is_mla: bool
     parallel: tuple[int, ...]  # size and rank: tensor, pipeline, context, decode context
 
@@ -58,7 +58,7 @@ class PageIdentity:
         return sum(self.parts)
 
     def root(self) -> bytes:
-        """A 32-byte digest of all fields; keys and stores depend on it."""
+        """A 32-byte digest of all fields, for keys and stores."""
         return hashlib.sha256(cbor2.dumps(asdict(self), canonical=True)).digest()
 
     def namespace(self) -> bytes:
@@ -129,7 +129,7 @@ class PageKeys:
         self._root = hashlib.sha256(root)
 
     def derive_page_key(self, key: str) -> bytes:
-        """The 40-byte key of a page. Raises ValueError if `key` cannot be the hash of a page."""
+        """Return the 40-byte key of a page. Raises ValueError if `key` cannot be a page's hash."""
         if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY_CHARACTERS:
             raise ValueError(f"a page of SGLang has a hash of 1 to {MAX_KEY_CHARACTERS} characters")
         hasher = self._root.copy()

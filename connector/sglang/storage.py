@@ -2,9 +2,10 @@
 """StrataHiCacheStorage: stores and loads pages for SGLang's cache controller, below SGLang's
 memory.
 
-The controller calls from two threads, one for loads and one for stores. Each call waits, with a
-time limit. `batch_get_v1` and `batch_set_v1` move pages between the tiers and SGLang's host pool,
-at addresses that the pool returns. The older methods (`get`, `set` and their batches) take tensors.
+The controller calls from two threads, one for loads and one for stores. A call waits at most until
+its time limit. `batch_get_v1` and `batch_set_v1` move pages between the tiers and SGLang's host
+pool, at addresses that the pool returns. The older methods (`get`, `set` and their batches) take
+tensors.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from .identity import PageKeys, read_identity
 log = logging.getLogger(__name__)
 
 SUPPORTED = Supported(HOST, "sglang", (0, 5, 23), (0, 6, 0))
-# SGLang's own keys in the back end's JSON.
+# SGLang's own keys in the JSON configuration of a storage back end.
 HOST_KEYS = ("backend_name", "module_path", "class_name", "interface_v1")
-# Wait beyond the time limit of a call; only a stalled machine needs it.
+# How much longer a call waits than its time limit; only a stalled machine needs this time.
 GRACE_SECONDS = 30.0
 
 
@@ -47,7 +48,7 @@ class StrataHiCacheStorage(HiCacheStorage):
                 'SGLang copies every page twice without "interface_v1": 1 in '
                 "--hicache-storage-backend-extra-config; add it"
             )
-        # Some versions of SGLang leave their own options in `extra_config`.
+        # Some versions of SGLang leave SGLang's own options in `extra_config`.
         for name in [*HOST_KEYS, *(name for name in given if name.startswith("prefetch_"))]:
             given.pop(name, None)
         self._settings = chunk_host(HOST).read(given)
@@ -60,7 +61,7 @@ class StrataHiCacheStorage(HiCacheStorage):
         self.mem_pool_host: Any = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Open the tiers for this pool's pages."""
+        """Open the tiers for the pages of `mem_pool_host`."""
         tokens = int(getattr(mem_pool_host, "logical_page_size", mem_pool_host.page_size))
         try:
             _, sizes = mem_pool_host.get_page_buffer_meta(_Indices(range(tokens)))
@@ -91,7 +92,7 @@ class StrataHiCacheStorage(HiCacheStorage):
             )
         self.close()
         root = identity.root()
-        # Ranks may share pages but not a directory, because a directory belongs to one process.
+        # Ranks may share pages, but each rank has its own directory.
         folder = f"{root.hex()[:16]}-{config.dp_rank}-{config.tp_rank}"
         self._tiers = open_chunk_tiers(
             self._settings, identity.page_bytes, identity.namespace(), HOST, folder
@@ -110,7 +111,7 @@ class StrataHiCacheStorage(HiCacheStorage):
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """The number of leading pages that a tier has."""
+        """Return the number of leading pages that a tier has."""
         tiers = self._tiers
         if tiers is None or not keys:
             return 0
@@ -169,7 +170,7 @@ class StrataHiCacheStorage(HiCacheStorage):
             self._tiers.clear()
 
     def get_stats(self) -> Any:
-        """Return None, because SGLang takes no counters of a back end."""
+        """Return None, because SGLang reads no counters of a back end."""
         return None
 
     def close(self) -> None:
@@ -207,7 +208,7 @@ class StrataHiCacheStorage(HiCacheStorage):
 
 
 class _Indices(list[int]):
-    """A list with the method of an index tensor that the host pool calls."""
+    """A list with `tolist`, the method of an index tensor that the host pool calls."""
 
     def tolist(self) -> list[int]:
         return list(self)
@@ -219,12 +220,12 @@ def _wait(future: Future[list[bool]], seconds: float) -> list[bool]:
 
 @lru_cache(maxsize=256)
 def _array_type(size: int) -> Any:
-    """The ctypes array type for a size, made once, because ctypes never frees array types."""
+    """Return the ctypes array type of a size, cached because ctypes never frees array types."""
     return ctypes.c_ubyte * size
 
 
 def _memory(pointer: int, size: int) -> memoryview:
-    """A view of the host pool's memory. The pool outlives the call."""
+    """Return a view of the host pool's memory, which outlives the call."""
     return memoryview(_array_type(size).from_address(pointer))
 
 

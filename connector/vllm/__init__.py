@@ -2,15 +2,14 @@
 """StrataKV's tiers for vLLM. Two classes put them below vLLM's own KV offloading
 (`spec_module_path` and `module_path`):
 
-    StrataSpec   the whole: vLLM's region in memory, the tiers below it, and on vLLM's CPU build the
-                 copies too
+    StrataSpec   vLLM's region in memory, the tiers below it, and on vLLM's CPU build the copies too
     StrataTier   the tiers alone, one of the `secondary_tiers` of vLLM's TieringOffloadingSpec
 
-A third class replaces vLLM's KV offloading (`kv_connector_module_path`):
+A third class replaces vLLM's KV offloading (set by `kv_connector_module_path`):
 
     StrataConnector    a KV connector between vLLM's KV cache and StrataKV's slab
 
-docs/vllm.md says which class to use and how. The first use of a class imports vLLM."""
+docs/vllm.md describes when and how to use each class. The first use of a class imports vLLM."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ def build_tiers(
     rows: np.ndarray[Any, Any],
     chunk_tokens: int,
 ) -> Tiers:
-    """Build the tiers below vLLM's region. A row of `rows` is a chunk of `chunk_tokens` tokens.
-    Raises TierConfigError or ConfigError for settings that cannot work; nothing stays open then."""
+    """Build the tiers below vLLM's region. A row of `rows` is a chunk of `chunk_tokens` tokens. A
+    TierConfigError or ConfigError, for settings that cannot work, leaves nothing open."""
     layout = chunk_layout(identity.chunk_bytes, identity.kv_dtype)
     root = identity.root()
     check_servers(settings, layout)

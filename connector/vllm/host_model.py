@@ -10,7 +10,7 @@ from ..chunks.model_name import HostModel, name_model, settings_text, warn_of_un
 
 log = logging.getLogger(__name__)
 
-# Fields of the model's configuration that change no numbers.
+# The fields of the model's configuration that do not change the numbers in a KV cache.
 _NOT_NUMBERS = ("_name_or_path", "name_or_path", "transformers_version")
 
 
@@ -18,14 +18,14 @@ class ModelNames(NamedTuple):
     """Three fields of a ChunkIdentity."""
 
     model: str
-    drafts: str  # name of the draft model; empty without one
-    settings: str  # digest of vLLM's settings that change numbers; empty if vLLM does not show them
+    drafts: str  # name of the draft model; empty without a draft model
+    settings: str  # digest of vLLM's settings that change numbers; empty if not exposed
 
 
 def names_of(vllm_config: Any, revision: str | None) -> ModelNames:
-    """The names, from vLLM's configuration. Raises ConfigError for a model that cannot be read."""
+    """Return the names from vLLM's configuration. Raises ConfigError for an unreadable model."""
     model, load = vllm_config.model_config, getattr(vllm_config, "load_config", None)
-    # For a model in an object store, `model_weights` has the address of its weights.
+    # For a model in an object store, `model_weights` is the address of the weights.
     name = getattr(model, "model_weights", "") or model.model
     cache_folder = getattr(load, "download_dir", None)
     own = HostModel(name, getattr(model, "revision", None) or "", cache_folder)
@@ -39,7 +39,7 @@ def names_of(vllm_config: Any, revision: str | None) -> ModelNames:
 
 
 def names_of_tier(model: str, revision: str | None) -> ModelNames:
-    """The names that a secondary tier can find out: only the model's. Raises ConfigError."""
+    """Return the only name that a secondary tier can read: the model's. Raises ConfigError."""
     if not revision:
         log.info(
             "vLLM tells StrataSpec the model's files and not its own settings: give another "
@@ -57,9 +57,9 @@ def _named(model: HostModel, revision: str | None) -> str:
 
 
 def _numbers_of(model: Any, load: Any) -> dict[str, Any]:
-    """vLLM's settings, besides the model's files, that change the numbers in its KV cache:
-    overrides of the configuration (rope, windows), computing dtype, quantisation while loading,
-    random weights, picture processing."""
+    """Return the settings of vLLM that change the numbers in its KV cache: overrides of the
+    configuration (rope, windows), computing dtype, quantisation while loading, random weights,
+    picture processing."""
     config = getattr(model, "hf_config", None)
     known = {} if config is None else dict(config.to_dict())
     for name in _NOT_NUMBERS:

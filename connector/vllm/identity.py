@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key of a chunk of vLLM, made from vLLM's hash and everything else that determines its bytes.
+"""Makes the key of a vLLM chunk from vLLM's hash and all other values that determine its bytes.
 
     root    = SHA-256( canonical CBOR of the fields of ChunkIdentity )
     digest  = SHA-256( root | vLLM's block hash )
     key     = digest | group u16 | shard 0 of 1                             (40 bytes, docs/abi.md)
 
 vLLM's hash chains token ids, images and the request's `cache_salt`, but not the model, dtype,
-layout or parallel ranks. It has an adapter's name and path and not its content: StrataConnector
-makes the hashes of requests with adapters itself (kv_connector/adapters.py), and StrataSpec refuses
-adapters. A chunk holds the pages of all ranks side by side, so a key has no rank, and engines with
-different numbers of ranks never share a key."""
+layout or parallel ranks. vLLM's hash covers an adapter's name and path but not its content.
+StrataConnector therefore makes its own hashes for requests with adapters
+(kv_connector/adapters.py), and StrataSpec refuses adapters. A chunk contains the pages of all
+ranks, so a key has no rank, and engines with different numbers of ranks never share a key."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ...tiers.block import DTYPE_BYTES, BlockLayout, key_suffix
 from ...tiers.errors import InvalidBlock
 from ...tiers.settings.values import ConfigError
 
-# Bytes of the group after the block hash in vLLM's own key.
+# The bytes of the cache group, which follow the block hash in vLLM's own key.
 GROUP_BYTES = 4
 NAMESPACE = b"vllm-chunk-1\0"
 
-# vLLM's name of a dtype → StrataKV's. Their bytes mean the same in every engine of the same model,
-# so dtypes with scales outside the pages are not here.
+# vLLM's name of a dtype → StrataKV's name. Dtypes with scales outside the pages are not listed,
+# because their bytes may mean different numbers in two engines of the same model.
 DTYPES = {
     "float32": "float32",
     "bfloat16": "bfloat16",
@@ -36,7 +36,7 @@ DTYPES = {
     "half": "float16",
     "fp8": "fp8_e4m3",
     "fp8_e4m3": "fp8_e4m3",
-    "fp8_e5m2": "fp8_e4m3",  # the same width; `kv_dtype` in the identity differs
+    "fp8_e5m2": "fp8_e4m3",  # of the same width; `kv_dtype` in the identity differs
 }
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
@@ -45,7 +45,7 @@ LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 class ChunkIdentity:
     """The values that must be equal for two vLLM engines to share chunks."""
 
-    model: str  # a digest of its files, or vLLM's name (chunks/model_name.py)
+    model: str  # a digest of the model's files, or vLLM's name (chunks/model_name.py)
     drafts: str  # the same for a draft model, whose layers may be in the pages
     settings: str  # digest of vLLM's settings that change numbers; may be empty
     revision: str
@@ -53,7 +53,7 @@ class ChunkIdentity:
     kv_dtype: str
     kv_layout: str
     platform: str  # the attention backends of a platform decide the layout of pages
-    host_version: str  # major.minor of vLLM, for the same reason
+    host_version: str  # major.minor of vLLM, which may change the layout of pages too
     chunk_bytes: int
     blocks_per_chunk: int
     tokens_per_hash: int
@@ -61,13 +61,13 @@ class ChunkIdentity:
     parallel: tuple[int, ...]  # world, tensor, pipeline, prefill and decode context
     is_replicated: bool
     is_canonical: bool
-    # For each layer with a state: group, name, kind, and the shapes and dtypes of its tensors.
+    # For each layer with a state: group, name, kind, and its tensors' shapes and dtypes.
     states: tuple[tuple[Any, ...], ...] = ()
 
     def root(self) -> bytes:
-        """A 32-byte digest of all fields; keys and stores depend on it."""
+        """A 32-byte digest of all fields, for keys and stores."""
         fields = asdict(self)
-        if not self.states:  # keeps the digests of identities that predate states
+        if not self.states:  # keeps digests made before this field existed
             del fields["states"]
         return hashlib.sha256(cbor2.dumps(fields, canonical=True)).digest()
 
@@ -82,7 +82,7 @@ class ChunkKeys:
         self._root = hashlib.sha256(root)
 
     def derive_chunk_key(self, host_key: bytes) -> bytes:
-        """The 40-byte key of a chunk. Raises InvalidBlock if `host_key` is too short."""
+        """Return the 40-byte key of a chunk. Raises InvalidBlock if `host_key` is too short."""
         if len(host_key) <= GROUP_BYTES:
             raise InvalidBlock(f"a key of vLLM has a hash and a group, not {len(host_key)} bytes")
         hasher = self._root.copy()
@@ -91,8 +91,8 @@ class ChunkKeys:
 
 
 def chunk_layout(chunk_bytes: int, kv_dtype: str) -> BlockLayout:
-    """The layout of a chunk: `chunk_bytes` of one dtype, in vLLM's order. Raises ConfigError for a
-    dtype that cannot be shared between engines."""
+    """Return the layout of a chunk: `chunk_bytes` bytes of one dtype, in vLLM's order. Raises
+    ConfigError for a dtype that cannot be shared between engines."""
     name = DTYPES.get(kv_dtype)
     if name is None:
         raise ConfigError(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locks on vLLM's region, a file in shared memory that scheduler and workers map, and removal of
-regions whose engines have ended.
+"""Locks vLLM's region, a file in shared memory that scheduler and workers map, and removes old
+regions.
 
-vLLM removes the region at an orderly stop. Next to it StrataKV keeps an empty lock file, which
-every process of the engine locks before the region is made. If no process has this lock, the engine
-has ended, and the next engine to start removes both files. The kernel drops the locks of killed
-processes; locks also work between containers that share `/dev/shm`."""
+vLLM removes the region at an orderly stop. Next to the region StrataKV makes an empty lock file,
+which every process of the engine locks before the region is made. If no process has this lock, the
+engine has ended, and the next engine that starts removes the region and the lock file. The kernel
+drops the locks of killed processes; locks also work between containers that share `/dev/shm`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ...tiers.processes.process_lock import ProcessLock
 
 log = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where vLLM makes it
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where vLLM makes the region
 PREFIX, MARK = "vllm_offload_", "_stratakv"
 LOCK = ".lock"
 
 
 def marked(engine_id: str) -> str:
-    """The engine id with a mark of StrataSpec, for the name of the region's file."""
+    """Return the engine id with a mark of StrataSpec, for the name of the region's file."""
     return engine_id + MARK
 
 
@@ -39,7 +39,7 @@ class Hold:
             fcntl.flock(self._lock.descriptor, fcntl.LOCK_SH)
             if os.fstat(self._lock.descriptor).st_nlink:
                 break
-            self._lock.close()  # another engine has just removed the file
+            self._lock.close()  # another engine has just removed the lock file
 
     def release_lock(self) -> None:
         """Release the lock after an orderly stop, in which vLLM removes the region. The engine's
@@ -47,8 +47,8 @@ class Hold:
         self._let_go([])
 
     def abandon(self) -> None:
-        """Release the lock after a stop that was not orderly, such as a refused start. The last
-        process removes the region too. Idempotent; no effect in a forked process."""
+        """Release the lock after a stop that was not orderly, such as a refused start. The engine's
+        last process removes the region too. Idempotent; no effect in a forked process."""
         self._let_go(_regions(self._place))
 
     def _let_go(self, others: list[Path]) -> None:
@@ -58,14 +58,14 @@ class Hold:
             fcntl.flock(self._lock.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for place in (*others, self._place):
                 place.unlink(missing_ok=True)
-        except OSError:  # other processes of the engine hold it
+        except OSError:  # other processes of the engine have the lock
             pass
         finally:
             self._lock.close()
 
 
 def left_behind(folder: Path = SHARED_MEMORY) -> list[Path]:
-    """The files of engines that have ended, which `sweep` would remove."""
+    """Return the files of ended engines, which `sweep` would remove."""
     found: list[Path] = []
     for lock in folder.glob(f"{PREFIX}*{MARK}{LOCK}"):
         try:
@@ -76,7 +76,7 @@ def left_behind(folder: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def unmarked(folder: Path = SHARED_MEMORY) -> list[Path]:
-    """The regions of engines without StrataSpec. It is unknown whether their engines run."""
+    """Return the regions of engines without StrataSpec, which may run or have ended."""
     return [place for place in folder.glob(f"{PREFIX}*.mmap*") if MARK not in place.name]
 
 
@@ -106,5 +106,5 @@ def _sweep_one(lock: Path, *, remove: bool = True) -> list[Path]:
 
 
 def _regions(lock: Path) -> list[Path]:
-    """The region's files beside a lock: NAME.mmap, and for large regions NAME.mmap.1 and so on."""
+    """Return the region's files beside a lock: NAME.mmap, and for large regions NAME.mmap.1, …."""
     return list(lock.parent.glob(f"{lock.name.removesuffix(LOCK)}.mmap*"))

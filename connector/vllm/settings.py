@@ -23,7 +23,7 @@ LOADS = ("auto", "always")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings(HostSettings):
-    """The settings of tiers below vLLM. Only vLLM has the options that are defined here."""
+    """The settings of tiers below vLLM. The options that are defined here exist only for vLLM."""
 
     load: str = setting(
         "auto", readers.one_of(*LOADS),
@@ -54,7 +54,7 @@ def transfer_config(region_bytes: int, given: Mapping[str, Any]) -> dict[str, An
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
-        # vLLM's policy for a failed load between the GPU and its region.
+        # vLLM's policy for a failed load from its region to the GPU.
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "spec_name": SPEC,
@@ -66,7 +66,7 @@ def transfer_config(region_bytes: int, given: Mapping[str, Any]) -> dict[str, An
 
 
 def connector_config(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the value of `--kv-transfer-config` for StrataConnector. Raises ConfigError."""
+    """Return the value of vLLM's `--kv-transfer-config` for StrataConnector. Raises ConfigError."""
     HOST.read(given)
     return {
         "kv_connector": CONNECTOR,

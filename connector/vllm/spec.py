@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """StrataSpec: vLLM's tiering spec with StrataTier below its region, and a worker for CPU builds.
 
-vLLM's own manager stays in use, and on a GPU vLLM's own copies between KV cache and region. The
-settings stand under "stratakv" in `kv_connector_extra_config`."""
+vLLM's own manager stays in use, and on a GPU also vLLM's own copies between KV cache and region.
+The settings are under "stratakv" in `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class StrataSpec(TieringOffloadingSpec):
         return super().get_manager()
 
     def get_worker(self, kv_caches: Any) -> Any:
-        """Return vLLM's worker on a GPU, CpuWorker on vLLM's CPU build."""
+        """Return vLLM's own worker on a GPU, or a CpuWorker on vLLM's CPU build."""
         if not versions.is_cpu_build():
             return super().get_worker(kv_caches)
         if self._worker is None:
@@ -73,7 +73,7 @@ class StrataSpec(TieringOffloadingSpec):
         return self._worker
 
     def release_region(self) -> None:
-        """Release the region when the engine stops in this process. Idempotent."""
+        """Release vLLM's region when the engine stops in this process. Idempotent."""
         atexit.unregister(self._hold.abandon)
         self._hold.release_lock()
 
@@ -99,7 +99,7 @@ class StrataSpec(TieringOffloadingSpec):
 
 
 def tier_config(extra_config: Any) -> dict[str, Any]:
-    """StrataTier's entry in vLLM's secondary tiers. Raises ConfigError for unusable settings."""
+    """Return StrataTier's entry in vLLM's list of secondary tiers. Raises ConfigError."""
     given = extra_config.get(SECTION, {})
     if not isinstance(given, dict):
         raise ConfigError(f"{SECTION} takes an object of settings, not {format_value(given)}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """StrataTier: a secondary tier of vLLM's TieringOffloadingSpec, in its scheduler's process.
 
-    lookup            whether to load a chunk from a tier      answered from memory, at once
+    lookup            whether to load a chunk from a tier      from records in memory, at once
     submit_load       promote chunks into vLLM's region        a job, done by a thread
     submit_store      take chunks that vLLM has just stored    a job, done by a thread
     get_finished_jobs report the jobs that the thread has done
@@ -39,10 +39,10 @@ _RESULTS = {
     Found.MISS: LookupResult.MISS,
     Found.RETRY: LookupResult.RETRY,
 }
-# Time for copies, added to the setting `read_seconds`.
+# The time for copies at shutdown, in addition to the setting `read_seconds`.
 DRAIN_SECONDS = 5.0
 
-MAX_STEPS = 64  # most steps whose chunks vLLM has not stored yet
+MAX_STEPS = 64  # the most steps remembered until vLLM stores their chunks
 
 
 class StrataTier(SecondaryTierManager):
@@ -80,7 +80,7 @@ class StrataTier(SecondaryTierManager):
         atexit.register(self.shutdown)
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """A hit if a tier has the chunk and loading it is quicker than computing it."""
+        """Return a hit if a tier has the chunk and loading it is quicker than computing it."""
         transfers = self._tiers.transfers
         if transfers.is_broken:
             return LookupResult.MISS
@@ -126,7 +126,7 @@ class StrataTier(SecondaryTierManager):
         return bool(self._jobs)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Return the default context: vLLM then offers chunks as they are computed."""
+        """Return the default context, by which vLLM offers chunks once they are computed."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
@@ -148,7 +148,7 @@ class StrataTier(SecondaryTierManager):
         return metrics.definitions()
 
     def get_stats(self) -> Any:
-        """The growth of the tiers' counters since the last report, and their gauges."""
+        """Return the growth of the tiers' counters since the last report, and the tiers' gauges."""
         return self._metrics.build_stats()
 
     def shutdown(self) -> None:
@@ -157,12 +157,12 @@ class StrataTier(SecondaryTierManager):
         if self._process_id != os.getpid():
             return
         self._tiers.transfers.close(self._settings.shutdown_seconds)
-        release = getattr(self._spec, "release_region", None)  # vLLM's own spec has none
+        release = getattr(self._spec, "release_region", None)  # vLLM's own spec has no such method
         if release is not None:
             release()
 
     def _register_job(self, job: Any, *, is_load: bool) -> dict[bytes, bytes]:
-        """Register a job. Return vLLM's keys by StrataKV's keys, in the job's order."""
+        """Register a job. Return its keys in order: StrataKV's key → vLLM's key."""
         lookups = self._tiers.lookups
         with self._tiers.transfers.lock:
             tier_keys = {lookups.key_of(key, job.req_context): key for key in job.keys}
@@ -180,7 +180,7 @@ class StrataTier(SecondaryTierManager):
 
 
 def chunk_tokens(spec: Any) -> int:
-    """The number of tokens of a chunk; the largest one if cache groups differ."""
+    """Return the number of tokens of a chunk; the largest number if cache groups differ."""
     block_tokens: int = max(group.tokens_per_block for group in spec.config.groups)
     return block_tokens * int(spec.blocks_per_chunk)
 
@@ -188,7 +188,7 @@ def chunk_tokens(spec: Any) -> int:
 def identity_of(
     spec: Any, chunk_bytes: int, revision: str | None, salt: str | None
 ) -> ChunkIdentity:
-    """The identity of this engine's chunks. Raises ConfigError for a layout that is not known."""
+    """Return the identity of this engine's chunks. Raises ConfigError for an unknown layout."""
     config = spec.config
     parallel = config.parallel
     layout = config.kv_cache_layout
@@ -245,14 +245,14 @@ class PrefillMeter:
         self._steps: list[_Step] = []
 
     def scheduled(self, request_ids: Collection[str]) -> None:
-        """Record a step and the requests that run for the first time. Call once for each step."""
+        """Record a step and its requests that run for the first time. Called once for each step."""
         self._record_steps()
         if request_ids:
             self._steps.append(_Step(self._clock(), set(request_ids)))
             del self._steps[:-MAX_STEPS]
 
     def measure_stored(self, request_id: str, ends: Sequence[int], chunk_tokens: int) -> None:
-        """Record that chunks of a request have been computed; they end at the tokens in `ends`."""
+        """Record that chunks of a request have been computed, up to the tokens in `ends`."""
         for step in self._steps:
             if request_id in step.requests and ends:
                 step.requests.remove(request_id)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look-ups of prompts in the tiers. vLLM looks up a waiting request chunk by chunk, in each step.
+"""Looks up prompts in the tiers. vLLM looks up a waiting request chunk by chunk, in each step.
 
 The look-up of the first chunk looks up all later chunks of the prompt too. The answers are kept
-until the tiers change or a load fails. The answer is MISS also for
+until the tiers change or a load fails. The answer is also MISS for
 - chunks that are quicker to compute than to load,
 - chunks whose load has just failed, so that no request waits for them again,
-- chunks for which a request has waited too long: without this limit a server with damaged answers
-  would be asked again and again,
-- chunks for which vLLM's region has no room besides chunks that wait there for other requests:
-  promoted chunks would evict each other before they are loaded."""
+- chunks for which a request has waited too long: otherwise a server with damaged answers would be
+  read without end,
+- chunks for which vLLM's region has no room, because it has chunks for other waiting requests:
+  otherwise chunks in the region would evict each other before they are loaded."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ from .identity import GROUP_BYTES, ChunkKeys
 
 # The longest total wait of a request for answers of remote stores.
 MOST_RETRY_SECONDS = 5.0
-# Most loads of the same chunk for the same request.
+# The most loads of the same chunk for the same request.
 MAX_LOADS = 2
-# The share of vLLM's region for chunks that wait there for their requests.
+# The share of vLLM's region for chunks whose requests still wait.
 REGION_SHARE = 0.75
 
 
 class Found(Enum):
-    """The answer for one chunk."""
+    """The result of a look-up of one chunk."""
 
     HIT = "hit"
     MISS = "miss"
-    RETRY = "retry"  # soon known
+    RETRY = "retry"  # a store has yet to answer
 
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """The answers and decisions for one request. vLLM keeps this object with the request."""
+    """The look-ups and decisions for one request. vLLM stores this object with the request."""
 
     version: tuple[int, int] | None = None  # versions of the tiers and of FailedChunks
     answers: dict[bytes, Found] = field(default_factory=dict)  # by vLLM's keys
     keys: dict[bytes, bytes] = field(default_factory=dict)  # vLLM's → ours
-    accepted: set[bytes] = field(default_factory=set)  # keys of ours, to be loaded
-    declined: set[bytes] = field(default_factory=set)  # keys of ours, to be computed
-    loads: dict[bytes, int] = field(default_factory=dict)  # loads begun, by key
+    accepted: set[bytes] = field(default_factory=set)  # StrataKV's keys to load
+    declined: set[bytes] = field(default_factory=set)  # StrataKV's keys to compute
+    loads: dict[bytes, int] = field(default_factory=dict)  # key → number of loads begun
     is_announced: bool = False
-    retry_until: float | None = None  # monotonic; None before its first wait
+    retry_until: float | None = None  # monotonic; None before the first wait
 
 
 class TierLookups:
-    """Looks up chunks in `hierarchy`. Callers hold the lock that guards it (`ChunkMover.lock`).
+    """Looks up chunks in `hierarchy`. Callers hold the lock of the hierarchy (`ChunkMover.lock`).
     `region_chunks` is the number of chunks that fit into vLLM's region."""
 
     def __init__(
@@ -72,14 +72,14 @@ class TierLookups:
         self._keys = keys
         self._economics = economics
         self._chunk_tokens = chunk_tokens
-        self._room = max(1, int(region_chunks * REGION_SHARE))  # chunks that may still be accepted
+        self._room = max(1, int(region_chunks * REGION_SHARE))  # chunks still to be accepted
         self._waiting: dict[str, Asked] = {}
         self._failed = failed
 
     def find_chunk(self, host_key: bytes, context: Any) -> Found:
-        """The answer for the chunk with vLLM's key `host_key`."""
+        """Return the answer for the chunk with vLLM's key `host_key`."""
         asked = self._asked(context)
-        # A load without room fails but does not change the tiers' version, so both count.
+        # The version of failures counts too, because a load that fails changes no tier.
         version = self._hierarchy.version, self._failed.version
         if asked.version != version:
             asked.version = version
@@ -129,7 +129,7 @@ class TierLookups:
         return key
 
     def _lookup_chunks(self, asked: Asked, host_key: bytes, context: Any) -> None:
-        """Look up this chunk and all later ones, and remember the answers."""
+        """Look up the chunk and all later chunks of the prompt, and keep the answers."""
         positions = versions.key_positions(context)
         run = [host_key]
         if host_key in positions and not asked.answers:
@@ -160,7 +160,7 @@ class TierLookups:
     def _wanted(
         self, asked: Asked, keys: Sequence[bytes], first_token: int, tiers: Sequence[str]
     ) -> int:
-        """The number of leading chunks to load from `tiers`. An earlier decision stays valid."""
+        """Return how many leading chunks to load from `tiers`. An earlier decision stays valid."""
         if keys[0] in asked.declined:
             return 0
         decided = next((i for i in range(len(tiers)) if keys[i] not in asked.accepted), len(tiers))
@@ -174,7 +174,7 @@ class TierLookups:
         return asked.loads.get(key, 0) >= MAX_LOADS or key in self._failed
 
     def _accept(self, asked: Asked, host_key: bytes, context: Any) -> bool:
-        """Reserve room in vLLM's region for a chunk; False if there is none."""
+        """Reserve room in vLLM's region for a chunk; return False if there is no room."""
         key = self._key(asked, host_key)
         if key in asked.accepted:
             return True

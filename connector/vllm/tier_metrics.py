@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiers' metrics for vLLM, in addition to vLLM's own counts of every secondary tier. vLLM sums
-the reports of a counter, so each report has the growth since the last one."""
+the reports of a counter, so each report has the growth since the last report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CONNECTOR_COUNTERS = {
 
 
 def definitions() -> dict[str, Any]:
-    """Definitions of all metrics, for vLLM."""
+    """Return the definitions of all metrics, in vLLM's form."""
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
     made: dict[str, Any] = {}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The jobs that vLLM gives to its tier: copies between rows of vLLM's region and the slab.
+"""Runs vLLM's jobs for a tier: copies between rows of vLLM's region and the slab.
 
 vLLM's scheduler makes the calls in its step loop, so only `wait_for_jobs` and `close` may wait. The
-other calls only reserve or pin slots, and a thread does the rest. The thread also completes stores,
-so chunks reach a cache server even while the engine is idle."""
+other calls only reserve or pin slots, and a thread makes the copies. The thread also completes
+stores, so chunks reach a cache server even while the engine is idle."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ended(NamedTuple):
 class _Store:
     job_id: int
     ticket: StoreTicket
-    rows: list[int]  # of the ticket's keys
+    rows: list[int]  # the rows of the ticket's keys
     began: float
 
 
@@ -72,12 +72,13 @@ class Transfers(ChunkMover):
         self._loads: list[_Load] = []
         self._ended: deque[Ended] = deque()
         self._copying: _Store | _Load | None = None
-        self._num_open = 0  # jobs that have not ended
+        self._num_open = 0  # how many jobs have not ended
         self._idle = threading.Condition(self.lock)
         self._thread.start()
 
     def store(self, job_id: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
-        """Copy missing rows while there is room. Rows must not change until the job has ended."""
+        """Store rows that no tier has, while there is room. Rows must not change before the job's
+        end."""
         row_of = dict(zip(keys, rows, strict=True))
         with self.lock:
             self._num_open += 1
@@ -112,7 +113,7 @@ class Transfers(ChunkMover):
             if not self._idle.wait_for(lambda: not self._num_open, seconds):
                 self._let_go_loads()
                 self._fail_loads()
-                # The running copy is in memory and ends soon.
+                # The running copy is between two places in memory, and ends soon.
                 self._idle.wait_for(lambda: not self._num_open, CLOSE_SECONDS)
 
     def close(self, seconds: float) -> None:

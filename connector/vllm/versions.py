@@ -3,11 +3,11 @@
 
     0.30   ReqContext has no positions of keys; a secondary tier takes no backpressure detector;
            JobResult has no transfer_bytes
-    0.31   has all of these
+    0.31   ReqContext, secondary tiers and JobResult have these
     0.32   cache_hit_source of a tier; a KV connector is asked for the sources of hits
     0.33   submit_load has `expedited`; a lock around manager and tiers
 
-All other members that StrataConnector overrides or reads are the same in all versions.
+All other members of vLLM that StrataConnector overrides or reads are equal in all versions.
 
 This module reads vLLM's objects by their attributes and imports vLLM only inside its functions."""
 
@@ -23,7 +23,7 @@ SUPPORTED = Supported("vLLM", "vllm", (*OLDEST, 0), (0, NEWEST[1] + 1, 0), "0.30
 
 
 def host_version() -> tuple[int, int]:
-    """vLLM's version, major and minor. Raises ConfigError for an unsupported version."""
+    """Return vLLM's version, major and minor. Raises ConfigError for an unsupported version."""
     import vllm
 
     return check_version(vllm.__version__)
@@ -47,8 +47,8 @@ def platform_name() -> str:
 
 
 def uses_adapters() -> bool:
-    """Whether vLLM, which makes an object in this call, serves LoRA adapters. Its workers show
-    their configuration, its scheduler does not: there the answer is False."""
+    """Whether vLLM serves LoRA adapters, in a call in which vLLM makes an object. The result is
+    False in vLLM's scheduler, which does not expose its configuration, unlike a worker."""
     try:
         from vllm.config import get_current_vllm_config_or_none
     except ImportError:
@@ -57,7 +57,7 @@ def uses_adapters() -> bool:
 
 
 def key_positions(context: Any) -> Mapping[bytes, int]:
-    """The known keys of a request, each with the token at which its chunk ends."""
+    """Return the known keys of a request, each with the token at which its chunk ends."""
     positions: Mapping[bytes, int] = getattr(context, "_offload_key_positions", {})
     return positions
 
@@ -69,7 +69,7 @@ def tier_arguments(detector: Any) -> dict[str, Any]:
 def job_result(
     job_id: int, *, loaded: list[bytes] | None, success: bool, seconds: float, num_bytes: int
 ) -> Any:
-    """vLLM's JobResult. `loaded` has the keys of the chunks that a failed load did bring."""
+    """Return vLLM's JobResult. `loaded` has the keys of the chunks that a failed load did bring."""
     from vllm.v1.kv_offload.tiering.base import JobResult
 
     more = {"transfer_bytes": num_bytes} if host_version() > OLDEST else {}
@@ -83,8 +83,8 @@ def job_result(
 
 
 def hit_sources(num_near: int, num_tokens: int, tiers: Sequence[str]) -> dict[Any, int]:
-    """The numbers of tokens by vLLM's CacheHitSource: `num_near` of `num_tokens` come from memory,
-    the others from `tiers`. Only vLLM 0.32 and later use them."""
+    """Return the numbers of tokens by vLLM's CacheHitSource: `num_near` of `num_tokens` come from
+    memory, the other tokens from `tiers`. Only vLLM 0.32 and later use them."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     far = CacheHitSource.DISK if [*tiers] == ["ssd"] else CacheHitSource.EXTERNAL_UNSPECIFIED

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between the KV tensors and vLLM's region on a CPU, where vLLM has no copies of its own.
+"""Copies between the KV tensors and vLLM's region on a CPU, for which vLLM has no such copies.
 
 Each call makes its copy itself, because on a CPU the forward pass would wait just as long for a
-copying thread. No other thread writes to the memory meanwhile. So a job has ended when its call
-returns; it fails only if the worker's process ends."""
+copying thread. No other thread writes to the memory during the copy. So a job has ended when its
+call returns, and fails only if the worker's process ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Pages(NamedTuple):
 
 class CpuWorker(OffloadingWorker):
     """Copies between `kv_caches` and `region`, this rank's part of vLLM's region. Owns `region`.
-    Raises TierConfigError if their sizes differ."""
+    Raises TierConfigError if the two sizes differ."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class CpuWorker(OffloadingWorker):
         rank_bytes: int,
         released: Callable[[], None],
     ) -> None:
-        """`released` is called after the release of the region."""
+        """The function `released` is called after the release of the region."""
         self._region = region
         self._released = released
         self._per_chunk = blocks_per_chunk
@@ -112,8 +112,8 @@ class CpuWorker(OffloadingWorker):
     def _by_group(
         self, blocks: Any, chunks: Any
     ) -> Iterator[tuple[int, list[int], list[tuple[int, int]]]]:
-        """The blocks of each group, with the chunk of each block and the block's index in it. A
-        group's first block may lie inside its first chunk."""
+        """Yield the blocks of each group, with the chunk of each block and the block's index in the
+        chunk. A group's first block may lie inside the group's first chunk."""
         block_ids, chunk_ids = _as_ids(blocks.block_ids), _as_ids(chunks.block_ids)
         first_block = first_chunk = 0
         for group, count in enumerate(blocks.group_sizes):
@@ -130,8 +130,8 @@ class CpuWorker(OffloadingWorker):
 
 
 class _Run(NamedTuple):
-    """`length` neighbouring blocks that go to neighbouring places of one chunk (`within_chunk`), or
-    to neighbouring chunks, at the same place in each."""
+    """`length` neighbouring blocks that are copied to neighbouring places of one chunk
+    (`within_chunk`), or to the same place in each of several neighbouring chunks."""
 
     block: int
     chunk: int
@@ -141,7 +141,7 @@ class _Run(NamedTuple):
 
 
 def _runs(ids: Sequence[int], places: Sequence[tuple[int, int]]) -> list[_Run]:
-    """The blocks merged into few runs, because tensors indexed by lists are copied twice."""
+    """Merge the blocks into few runs, because tensors indexed by lists are copied twice."""
     runs: list[_Run] = []
     for block, (chunk, within) in zip(ids, places, strict=True):
         last = runs[-1] if runs else None

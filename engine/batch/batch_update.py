@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The changes of the persistent batch in one step, for code that keeps state for each row.
+"""The changes of the persistent batch in one step, for code that has data for each row.
 
 Readers apply the three lists in this order: removed rows, added rows, moved rows. An added row
 replaces the row at its index."""
@@ -21,14 +21,14 @@ IntArray = npt.NDArray[np.int64]
 
 class AddedRow(NamedTuple):
     """A request that was put into a row. `output_token_ids` is the request's own list, which grows,
-    so a reader always sees the newest tokens."""
+    so a reader always has the newest tokens."""
 
     row: int
     params: SamplingParams
     prompt_token_ids: TokenArray
     output_token_ids: list[int]
     has_prompt_tokens: bool = True  # False: a prompt of embeddings, whose token ids are invalid
-    num_likeliest: int = 0  # likeliest tokens with each output token; overrides its `logprobs`
+    num_likeliest: int = 0  # likeliest tokens with each output token; overrides `logprobs`
 
 
 class MovedRow(NamedTuple):

@@ -14,18 +14,19 @@ import numpy as np
 from ...tiers.block import Extra, chain_digests, chain_digests_sha256_cbor, encode_extras
 from ..request.request import BlockHasher, Request
 
-# Start of the digest chain of `sha256_cbor`; routers must be set to the same value.
+# The value at the start of the digest chain of `sha256_cbor`; routers must use the same value.
 _CBOR_SEED = "0"
 _TAIL = b"stratakv.tail"
 
 
 def make_block_hasher(root: bytes, block_size: int, algorithm: str = "sha256") -> BlockHasher:
-    """Return a hasher. It computes the digests (32 bytes each) of a request's full blocks that
-    `block_hashes` does not have yet, continuing the hash chain from the last digest there.
+    """Return a hasher, which computes the digests (32 bytes each) of a request's full blocks that
+    `block_hashes` lacks, continuing the hash chain from the last digest there.
 
     `sha256` starts the chain from `root` (`Identity.root()`). `sha256_cbor` is the form that
-    routers can recompute: it starts from the CBOR of "0", so a store of such digests must be bound
-    to one root by other means. Raises ValueError for another algorithm or a block size below 1."""
+    routers can recompute. This chain starts from the CBOR of "0", so that a store of such digests
+    must be bound to one root by other means. Raises ValueError for another algorithm or a block
+    size below 1."""
     if block_size < 1:
         raise ValueError(f"a block has at least 1 token, not {block_size}")
     if algorithm == "sha256":
@@ -43,7 +44,7 @@ def _sha256_hasher(root: bytes, block_size: int) -> BlockHasher:
         if end <= first:
             return []
         extras = _encoded_extras(request, first, end, block_size)
-        # Digests depend on the byte order, which is fixed; no copy is made on little-endian hosts.
+        # Digests are over little-endian ints; on little-endian hosts this makes no copy.
         tokens = request.all_token_ids[first * block_size : end * block_size]
         raw = tokens.astype("<i4", copy=False).data.cast("B")
         return chain_digests(known[-1] if known else root, raw, block_size, extras)
@@ -70,16 +71,16 @@ def _tail_digest(num_tokens: int, digest: bytes) -> bytes:
 def _encoded_extras(
     request: Request, first: int, end: int, block_size: int
 ) -> dict[int, bytes] | None:
-    """Return extras by index within the blocks `first`..`end`. The salt goes into a request's first
-    block only (the hash chain carries it on), the adapter into every block, and embeddings into the
-    blocks that contain them, like pictures."""
+    """Return the extras of the blocks `first`..`end` by index relative to `first`. The salt goes
+    into a request's first block only, because the hash chain includes it in later blocks; the
+    adapter into every block; embeddings and pictures into the blocks that contain them."""
     salt: list[Extra] = [] if request.cache_salt is None else [("salt", request.cache_salt)]
     adapter = request.adapter
     lora: list[Extra] = [] if adapter is None else [("lora", adapter.fingerprint)]
     embeds = _embeds_digests(request, first, end, block_size)
     pictures = _pictures_of_blocks(request, first, end, block_size)
     extras: dict[int, bytes] = {}
-    # Otherwise only the first block of the request can have extras.
+    # Without adapter, embeddings and pictures only the request's first block can have extras.
     for index in range(end - first if lora or embeds or pictures else min(end, 1 - first)):
         kinds = [*(salt if first + index == 0 else ()), *lora]
         kinds += [("mm", digest, offset) for digest, offset in pictures.get(index, ())]
@@ -93,8 +94,8 @@ def _encoded_extras(
 def _pictures_of_blocks(
     request: Request, first: int, end: int, block_size: int
 ) -> dict[int, list[tuple[bytes, int]]]:
-    """Return the pictures in each of the blocks `first`..`end`, by index relative to `first`: the
-    digest, and the first token relative to the block, negative if it lies in an earlier block."""
+    """Return the pictures in each of the blocks `first`..`end`, by index relative to `first`: a
+    picture's digest, and its first token relative to the block, negative in an earlier block."""
     found: dict[int, list[tuple[bytes, int]]] = {}
     for each in request.pictures:
         last = min(end, -(-each.end // block_size))
@@ -106,7 +107,7 @@ def _pictures_of_blocks(
 
 def _embeds_digests(request: Request, first: int, end: int, block_size: int) -> dict[int, bytes]:
     """Return the hashes of the embeddings (numbers and dtype) in blocks `first`..`end` of a prompt,
-    by index relative to `first`. Blocks without embeddings are missing."""
+    by index relative to `first`. Blocks without embeddings have no entry."""
     embeds = request.prompt_embeds
     if embeds is None:
         return {}
@@ -147,9 +148,9 @@ def _sha256_cbor_hasher(root: bytes, block_size: int) -> BlockHasher:
 def _plain_extras(
     request: Request, first: int, end: int, block_size: int
 ) -> dict[int, Extra] | None:
-    """Return the extras of `_encoded_extras` as plain values, adapter before salt: the order that
-    routers expect. An adapter is its fingerprint in hexadecimal digits, as in `/v1/models`, not its
-    name."""
+    """Return the extras of `_encoded_extras` as plain values, in the order that routers expect:
+    adapter before salt. The value of an adapter is not its name but its fingerprint in hexadecimal
+    digits, as in `/v1/models`."""
     adapter = request.adapter
     lora: Extra = () if adapter is None else (adapter.fingerprint.hex(),)
     extras: dict[int, Extra] = dict.fromkeys(range(end - first), lora) if lora else {}

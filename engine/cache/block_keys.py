@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BlockKeys: gives the blocks of requests the keys by which prefix lookups find them.
+"""BlockKeys: gives the blocks of requests the keys by which prefix lookups find the blocks.
 
     block of tokens      has a digest, which covers all earlier tokens (`block_hash.py`)
     page in the pool     has a key: the digest and the cache group
 
-A block of a request is cached once, when all its tokens are known. Blocks are cached in order."""
+A block of a request is cached once, when all its tokens are known, in the order of the blocks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .kv_block import GroupBlocks, KVCacheBlock, page_ids
 
 
 class BlockKeys:
-    """The keys of blocks that requests hold. Called by the engine's step thread only.
+    """Gives keys to blocks that requests hold. Called by the engine's step thread only.
 
-    A request has `hashes_per_block` digests per block; a key begins with the last of them.
+    A request has `hashes_per_block` digests per block; a key begins with a block's last digest.
     `KVCacheManager` removes a request from `counts` when the request's blocks are released."""
 
     def __init__(
@@ -32,12 +32,12 @@ class BlockKeys:
     ) -> None:
         self.hashes_per_block = hashes_per_block
         self._pool, self._groups, self._block_size = pool, groups, block_size
-        self.counts: dict[str, int] = {}  # by request: leading blocks that have been cached
+        self.counts: dict[str, int] = {}  # request id → leading blocks that were cached
 
     def cache_full_blocks(
         self, request: Request, tables: GroupBlocks, num_tokens: int, *, computed: bool
     ) -> None:
-        """Cache full, uncached blocks of the first `num_tokens`, if the request has digests."""
+        """Cache the full, uncached blocks of the first `num_tokens`, if the request has digests."""
         pool, digests = self._pool, request.block_hashes
         each, known = self.hashes_per_block, self.counts.get(request.request_id, 0)
         full = min(num_tokens // self._block_size, len(digests) // each)
@@ -58,15 +58,15 @@ class BlockKeys:
                 self._pool.cache_computed(tail, table[index], group.group_id)
 
     def revoke_caching(self, request_id: str, tables: GroupBlocks, num_blocks: int) -> None:
-        """Uncache the blocks after the first `num_blocks` that the step being scheduled has cached.
-        If another request of the step has found one of these blocks, raise RuntimeError and change
+        """Uncache the blocks after the first `num_blocks` that the step being scheduled cached. If
+        another request of the step has found such a block, raise RuntimeError and change
         nothing."""
         known = self.counts.get(request_id, 0)
         self._pool.revoke_caching([block for table in tables for block in table[num_blocks:known]])
         self.counts[request_id] = min(known, num_blocks)
 
     def of_blocks(self, digests: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the digests in the keys of blocks: the last digest of each block."""
+        """Return the digests with which the keys of blocks begin: the last digest of each block."""
         each = self.hashes_per_block
         return digests if each == 1 else digests[each - 1 :: each]
 
@@ -94,7 +94,7 @@ class BlockKeys:
     def _report(
         self, request: Request, group_id: int, first: int, blocks: Sequence[KVCacheBlock]
     ) -> None:
-        # Null blocks only stand before all others.
+        # Null blocks stand only before all other blocks.
         ids = [block.block_id for block in blocks if not block.is_null]
         first += len(blocks) - len(ids)
         if self._pool.observer is not None and ids:

@@ -3,36 +3,36 @@
 
 One pool serves all cache groups. A block has one page, or one page for each of several groups with
 the same kind of attention (`group_spec.pages_per_block`). A block is held, cached and reused as a
-whole, so its pages are always in the same state. Other modules count pages and have keys of pages
-(`connector/page_keys.py`).
+whole, so its pages are always in the same state. The connector counts pages, and has a key for each
+page (`connector/page_keys.py`).
 
 A block is in one of these states:
 
-    free, uncached    in the queue, with worthless bytes
-    free, cached      in the queue, found by prefix lookups; its reuse is an eviction
-    held              `ref_cnt` > 0, not in the queue, cached once it is full
+    free, uncached    in the free queue, with worthless bytes
+    free, cached      in the free queue, found by prefix lookups; its reuse is an eviction
+    held              `ref_cnt` > 0, not in the free queue, cached once the block is full
 
-A full block is cached when it is allocated, before the step that writes it has run. The block
-counts as not computed until `commit_step`:
+A block that a step will fill is cached before this step has run. Such a block counts as not
+computed until `commit_step`:
 
-- Other requests of the same step may hit it, because each layer writes the K and V of the whole
-  batch before it reads any. Requests of later steps may hit it too, because steps run in order and
-  fail together (see below).
-- A request that then loads other blocks may not hit it, since this step may still fail;
-  `all_computed` checks this.
-- If it is reused before the commit, it loses its key and is not reported as evicted. Unwritten data
+- Other requests of the same step may hit a block that is not computed, because each layer writes
+  the K and V of the whole batch before it reads any. Requests of later steps may hit such a block
+  too, because steps run in order, and fail if an earlier step fails.
+- A request that loads other blocks may not hit such a block, because the step may still fail during
+  the load; `all_computed` checks this.
+- If such a block is reused, it loses its key and is not reported as evicted. Unwritten data
   therefore never reaches a tier.
 - After a failed step, `drop_uncomputed` uncaches the blocks that this step and all later steps
-  cached; the later steps may have read its blocks.
+  cached, because the later steps may have read blocks of the failed step.
 
 `tell_dropped` sets a function that is called at once when a block is uncached without being
 evicted. The next step may overwrite the block, so a pending copy of it must be dropped.
 
-Step ids only grow. A block belongs to the step that was current (`begin_step`) when the block was
-cached. Blocks from a finished load count as computed at once.
+Every step has a larger id than the step before. A block belongs to the step that was current
+(`begin_step`) when the block was cached. Blocks from a finished load count as computed at once.
 
 Several blocks may have the same key: block tables only grow at their end, so a request that
-computes the same tokens as another request keeps its own copy."""
+computes the same tokens as another request keeps its own blocks."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ _evicted_block = partial(tuple.__new__, EvictedBlock)
 
 
 class BlockPool:
-    """A pool of `num_blocks` pages. Page 0 is the null block, which is never allocated or cached.
-    Called by one thread. No method blocks."""
+    """A pool of `num_blocks` pages, used by one thread. Page 0 is the null block, which is never
+    allocated or cached."""
 
     def __init__(self, num_blocks: int, enable_caching: bool = True, width: int = 1) -> None:
-        """`width` is the number of pages of a block, and so of groups that share it. A `group_id`
-        argument is the first of these groups. Raises ValueError if the pool is too small."""
+        """`width` is the number of pages of a block, and of the groups that share it. A method's
+        `group_id` is the first such group. Raises ValueError for too small a pool."""
         if num_blocks <= width:
             least = "one" if width == 1 else width
             raise ValueError(
@@ -66,7 +66,7 @@ class BlockPool:
             )
         self.num_blocks = num_blocks
         self.width = width
-        # Pages beyond the last whole block are unused.
+        # Pages after the last whole block are unused.
         self.num_usable = (num_blocks - 1) // width * width
         self.enable_caching = enable_caching
         self.blocks = [KVCacheBlock(i) for i in (0, *range(1, self.num_usable + 1, width))]
@@ -75,7 +75,7 @@ class BlockPool:
         self.free_queue = FreeBlockQueue(self.blocks[1:])
         self.num_evicted = 0
         self.residency = Residency(self.blocks[1:])
-        # Nearly every key has one block; a dict is made only for several blocks.
+        # Blocks by key. Blocks by key. Most keys have one block; several are in a dict by block id.
         self._cached: dict[bytes, KVCacheBlock | dict[int, KVCacheBlock]] = {}
         # The step that writes each block, in the order of caching, which is the order of the steps.
         self._uncomputed: dict[KVCacheBlock, int] = {}
@@ -86,7 +86,7 @@ class BlockPool:
         self._offers_all = False
         self._num_fresh = 0
         self._cold = ColdBlocks(self.free_queue)
-        self._pins: dict[KVCacheBlock, int] = {}  # number of its holders that are pins
+        self._pins: dict[KVCacheBlock, int] = {}  # how many holders of the block are pins
         self._num_reclaimable = 0
         self.observer: Observer | None = None
         self._tell_dropped: Callable[[Sequence[EvictedBlock]], None] = _nobody
@@ -121,8 +121,8 @@ class BlockPool:
     def get_cached_prefix(
         self, digests: Sequence[bytes], group_ids: Sequence[int] = (0,)
     ) -> tuple[list[KVCacheBlock], ...]:
-        """Return the longest prefix of `digests` whose blocks every group has: one list per group.
-        Changes nothing; the blocks may be reused until `touch` holds them."""
+        """Return the blocks of the longest prefix of `digests` that is cached in every group: one
+        list per group. Changes nothing; the blocks may be reused until `touch` holds them."""
         prefix = [self._leading(digests, group_ids[0])]
         for group in group_ids[1:]:
             # The next group need not look further than this group's prefix.
@@ -146,19 +146,19 @@ class BlockPool:
         return not uncomputed or not any(block in uncomputed for block in blocks)
 
     def is_due(self, block: KVCacheBlock) -> bool:
-        """Whether the step being scheduled, rather than an earlier one, writes this block."""
+        """Whether the step being scheduled, rather than an earlier step, writes this block."""
         return self._uncomputed.get(block) == self._step_id
 
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Add one holder to each block. Free blocks leave the queue and keep their keys."""
+        """Add one holder to each block. Free blocks leave the free queue and keep their keys."""
         if self._pins:
             self._count_touched(blocks)
         self._cold.num_unseen += self.free_queue.hold_n(blocks)
         self.residency.touched(blocks)
 
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
-        """Allocate `count` blocks from the front of the free queue: all, or none (RuntimeError).
-        They lose their keys; `take_evicted` returns those that were cached and computed."""
+        """Allocate `count` blocks from the front of the free queue, or raise RuntimeError if there
+        are fewer. The blocks lose their keys; `take_evicted` returns evicted computed blocks."""
         blocks = self.free_queue.popleft_n(count)
         self._cold.num_unseen += count
         self.residency.taken(blocks)
@@ -190,8 +190,8 @@ class BlockPool:
         return blocks
 
     def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Remove one holder from each block. Blocks without a holder are reused in this order:
-        callers pass the tail of a sequence before its head, so that prefixes live longest."""
+        """Remove one holder from each block. Blocks without a holder are reused in the given order;
+        callers pass a sequence's tail before its head, so that prefixes stay cached longest."""
         if not self._pins:
             self._cold.added(self.free_queue.release_n(blocks))
             return
@@ -201,8 +201,8 @@ class BlockPool:
         self._num_reclaimable += sum([pins.get(block) == block.ref_cnt for block in blocks])
 
     def pin(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Turn one holder of each block from a running request into a pin. `num_reclaimable` counts
-        the pages of blocks that only pins hold."""
+        """Make a pin of one holder of each block, which was a running request. `num_reclaimable`
+        counts the pages of blocks that only pins hold."""
         for block in blocks:
             if not block.is_null:
                 count = self._pins[block] = self._pins.get(block, 0) + 1
@@ -231,9 +231,9 @@ class BlockPool:
         group_id: int = 0,
         computed: bool = False,
     ) -> None:
-        """Cache held blocks by their digests. `computed`: their bytes are there already (loaded),
-        so the step being scheduled does not write them. Null blocks get no key; they may only stand
-        before all others."""
+        """Cache held blocks by their digests. `computed`: whether the blocks are loaded already, so
+        the step being scheduled does not write them. Null blocks get no key, and may only stand
+        before all other blocks."""
         if not self.enable_caching:
             return
         if blocks and blocks[0].is_null:
@@ -251,15 +251,13 @@ class BlockPool:
             self._uncomputed.update(dict.fromkeys(blocks, self._step_id))
 
     def cache_computed(self, digest: bytes, block: KVCacheBlock, group_id: int = 0) -> None:
-        """Cache a held block that was computed before, and queue it for `take_fresh`. If it has a
-        key, do nothing."""
+        """Cache a held, computed block that has no key, and queue the block for `take_fresh`."""
         if block.block_hash is None and not block.is_null:
             self.cache_full_blocks([digest], [block], group_id, computed=True)
             self._add_fresh([block])
 
     def note_computed(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Queue blocks for `take_fresh` that were cached after their step had run, if
-        `_offers_all`."""
+        """Queue for `take_fresh`, if `_offers_all`, blocks cached after their step had run."""
         if self._offers_all:
             self._add_fresh([block for block in blocks if block.block_hash is not None])
 
@@ -273,7 +271,7 @@ class BlockPool:
                 self._add_fresh([block])
 
     def offer(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Queue cached blocks for `take_fresh`, except those already offered under this key."""
+        """Queue cached blocks for `take_fresh`, except those already offered under their key."""
         self._add_fresh([each for each in blocks if each.block_hash and not each.is_offered])
 
     @property
@@ -291,7 +289,7 @@ class BlockPool:
         self._tell_dropped = tell
 
     def offer_all(self) -> None:
-        """Queue every computed block for `take_fresh` from now on, not only offered ones."""
+        """Queue every computed block for `take_fresh` from now on, not only offered blocks."""
         self._offers_all = True
 
     def begin_step(self, step_id: int) -> None:
@@ -301,9 +299,9 @@ class BlockPool:
         self._step_id = step_id
 
     def commit_step(self, step_id: int | None = None) -> None:
-        """Mark the blocks cached by this step and all earlier ones (None: by all) as computed."""
+        """Mark the blocks cached up to this step (None: by all steps) as computed."""
         uncomputed = self._uncomputed
-        if step_id is None or step_id >= self._step_id:  # nothing else is in flight
+        if step_id is None or step_id >= self._step_id:  # no other step is in flight
             computed = list(uncomputed)
             uncomputed.clear()
         else:
@@ -314,13 +312,13 @@ class BlockPool:
             self._add_fresh(computed)
 
     def drop_uncomputed(self, from_step_id: int = 0) -> None:
-        """Uncache the blocks of this failed step and all later ones (0: all uncomputed blocks)."""
+        """Uncache the blocks of this failed step and all later steps (0: all uncomputed blocks)."""
         steps = self._uncomputed.items()
         self.uncache_blocks([block for block, step_id in steps if step_id >= from_step_id])
 
     def revoke_caching(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Uncache those of these blocks of one request that the step being scheduled cached. If
-        another request has found one of the blocks, raise RuntimeError and change nothing."""
+        """Uncache those of a request's `blocks` that the step being scheduled cached. If another
+        request has found one of the blocks, raise RuntimeError and change nothing."""
         own = [b for b in blocks if self._uncomputed.get(b) == self._step_id]
         shared = [block.block_id for block in own if block.ref_cnt > 1]
         if shared:
@@ -328,7 +326,7 @@ class BlockPool:
         self.uncache_blocks(own)
 
     def uncache_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Remove the keys of held or free blocks. Free blocks among them will be reused first."""
+        """Remove the keys of held or free blocks. Uncached free blocks will be reused first."""
         worthless = []
         dropped = []
         for block in blocks:
@@ -347,7 +345,7 @@ class BlockPool:
         if dropped:
             self._tell_dropped(dropped)
             if self.observer is not None:
-                # Blocks that share a key may all be here, or one may still have it.
+                # Of blocks that share a key, another block may still have the key.
                 keys = dict.fromkeys(block.key for block in dropped)
                 self._tell_uncached([key for key in keys if key not in self._cached])
 
@@ -361,22 +359,22 @@ class BlockPool:
         self.uncache_blocks(blocks)
 
     def take_evicted(self) -> list[EvictedBlock]:
-        """Return the computed blocks evicted since the last call, in order of eviction. Copies of
-        them must run before the step being scheduled writes to them."""
+        """Return the computed blocks evicted since the last call, in order of eviction. The caller
+        must have them copied before the step being scheduled writes to them."""
         evicted = list(map(_evicted_block, self._evicted))
         self._evicted.clear()
         self.num_evicted += len(evicted) * self.width
         return evicted
 
     def has_cold(self, least: int) -> bool:
-        """Whether `take_cold` may find `least` pages, or a block was evicted without an offer."""
+        """Whether `take_cold` may find `least` pages, or a block was evicted but never offered."""
         return self._cold.num_unseen >= self._whole(least) or self._cold.was_late
 
     def take_cold(self, count: int, within: int, least: int = 1) -> list[EvictedBlock]:
-        """Return up to `count` pages of computed, cached blocks among the `within` pages reused
-        next, in that order. A block is returned whole, even for a `count` of 1, and once under one
-        key. Returns nothing if there are fewer than `least`, unless a block was evicted before it
-        was offered."""
+        """Return up to `count` pages of computed, cached blocks among the `within` pages to be
+        reused next, in the order of reuse. Only whole blocks are returned, even for a `count` of 1,
+        and each block once under one key. Returns nothing if there are fewer than `least` pages,
+        unless a block was evicted before it was offered."""
         if self.width > 1:
             count, within, least = self._whole(count), self._whole(within), self._whole(least)
         cold = self._cold.collect_cold(count, within, least, self._uncomputed)
@@ -390,14 +388,14 @@ class BlockPool:
         most = self._whole(count)
         while self.fresh and len(fresh) < most:
             block = self.fresh.popleft()
-            # It may have been evicted, or cached again by the step that runs.
+            # The block may have been evicted, or cached again by the running step.
             if block.block_hash and not block.is_offered and block not in self._uncomputed:
                 fresh[block] = None
         return self._offered(list(fresh)[::-1])
 
     def resident(self) -> list[EvictedBlock]:
-        """Return all computed, cached blocks in the form of evicted ones: free blocks in the order
-        of reuse, then held blocks. Changes nothing. Used at shutdown, to save the blocks."""
+        """Return all computed, cached blocks in the form of evicted blocks: free blocks in the
+        order of reuse, then held blocks. Shutdown calls this to store the blocks in the tiers."""
         held = [block for block in self.blocks if block.ref_cnt > 0]
         return [
             EvictedBlock(block.block_id, block.block_hash, self.width)
@@ -432,11 +430,11 @@ class BlockPool:
             self.observer.unnamed(page_keys(keys, self.width))
 
     def _whole(self, num_pages: int) -> int:
-        """Convert a number of pages to whole blocks, at least one."""
+        """Convert a number of pages to a number of whole blocks, at least 1."""
         return min(num_pages, max(1, num_pages // self.width))
 
     def _offered(self, blocks: Sequence[KVCacheBlock]) -> list[EvictedBlock]:
-        """Mark cached blocks as offered, and return them in the form of evicted ones."""
+        """Mark cached blocks as offered, and return them in the form of evicted blocks."""
         offered = []
         for block in blocks:
             assert block.block_hash is not None
@@ -472,11 +470,11 @@ class BlockPool:
     def _keep_others(
         self, key: bytes, block: KVCacheBlock, found: KVCacheBlock | dict[int, KVCacheBlock]
     ) -> None:
-        """Restore a key that was popped for `block` if other blocks have it too."""
+        """Restore a key that was removed for `block` if other blocks have the same key."""
         if isinstance(found, dict):
             del found[block.block_id]
             self._cached[key] = found if len(found) > 1 else found.popitem()[1]
 
 
 def _nobody(_dropped: Sequence[EvictedBlock]) -> None:
-    """Do nothing: by default no part of the program needs to know of uncached blocks."""
+    """Do nothing: by default, uncached blocks are not reported."""

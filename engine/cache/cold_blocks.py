@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the free blocks that will be reused first, so that the tiers can store them before that."""
+"""Finds the free blocks that will be reused first, so that the tiers can store them before then."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from .kv_block import FreeBlockQueue, KVCacheBlock
 
 
 class ColdBlocks:
-    """The next blocks of a free queue to be reused; they are stored in the tiers beforehand.
+    """Finds, in a free queue, the next blocks to be reused, which the tiers store beforehand.
 
         head | offered | offered | new | new | ... | tail
              |<------------- window -------------->|
 
-    A step takes blocks from the front, which moves later blocks into the window. The pool reports
-    every change of the queue, so `collect_cold` walks the queue only when enough blocks in the
-    window may be new."""
+    A step takes blocks from the front of the queue, which moves later blocks into the window. The
+    pool reports every change of the queue, so `collect_cold` walks the queue only if enough blocks
+    in the window may be new."""
 
     __slots__ = ("_queue", "_window", "num_unseen", "was_late")
 
     def __init__(self, queue: FreeBlockQueue) -> None:
         self._queue = queue
         self._window = 0
-        # Most blocks that can have come into the window since the last walk. The pool adds one for
-        # each block that leaves the queue.
+        # The most blocks that can have come into the window since the last walk over the queue. The
+        # pool adds 1 for each block that leaves the queue.
         self.num_unseen = len(queue)
         self.was_late = False  # a block was evicted that had not been offered
 
     def added(self, count: int) -> None:
-        """Record `count` blocks added at the end, which matter only if they lie in the window."""
+        """Record that `count` blocks were added at the end of the queue, perhaps in the window."""
         if self._queue.num_free - count < self._window:
             self.num_unseen += count
 

@@ -2,19 +2,18 @@
 """The cache groups of a model: the layers of a group share a block table.
 
 A page holds K and V of `block_size` tokens in the layers of one group. A block of tokens has one
-page in each group, with an id of its own. All ids come from one pool, so all pages have the same
-size. All layers of a group have the same kind of attention, because a group releases a block as a
-whole.
+page in each group; each page has its own id. All ids come from one pool, so all pages have the same
+size. All layers of a group have the same kind of attention, as pages are released whole.
 
     group 0   full attention      layers 5 11          table: 7 3 8
     group 1   window of 512       layers 0 1           table: 0 9 4    (0: outside the window)
     group 2   window of 512       layers 2 3           table: 0 1 5
     group 3   window of 512       layers 4             table: 0 6 2    (its pages have a place free)
 
-K and V of a draft model's layers (speculation) lie in the same pool, so they are found, copied and
-loaded together with the model's. If all layers of the model have full attention, the draft's layers
-follow them in each page; otherwise the draft's layers have groups of their own. The draft reads a
-page as places of its own layer size, so the page size is a multiple of that size.
+K and V of a draft model's layers (speculation) lie in the same pool, and are found, copied and
+loaded together with the model's K and V. If all layers of the model have full attention, each page
+ends with the draft's layers; otherwise the draft's layers have groups of their own. The draft model
+divides a page into places of its own layer size, so the page size is a multiple of that size.
 
     page                  | model 0 | model 1 | model 2 | model 3 | free |
     as the draft sees it  |    |    |    |    |    |    |    |    | 0 | 1|
@@ -39,22 +38,22 @@ from ...tiers.settings.values import MAX_BLOCKS, ConfigError
 from ..models.layer_attention import LayerAttention, full
 from ..models.states.state_spec import StateSpec
 
-# The largest ratio of layer counts at which pages take the size of the larger kind. This wastes
-# less than one place in five, and saves one group and its table.
+# The largest ratio of layer counts at which a page has as many places as the larger count. The
+# smaller kind then wastes less than one place in five, and needs one group and table less.
 _NEARLY_EQUAL = 1.25
-# Spare slots for states in the middle of a chunk, kept for one step, beside the slots of requests.
-# If a step has more such checkpoints, the chunk ends at the first one without a slot.
+# Spare state slots, beside the slots of requests, for one step's checkpoints in the middle of
+# chunks. A chunk ends at the first checkpoint without a slot.
 NUM_SPARE_STATES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """The layers of a group, in the order of their places in a page, and their kind of attention.
-    If there are fewer layers than places, the last places are empty."""
+    """The layers of a cache group, in the order of their places in a page, and their kind of
+    attention. If the group has fewer layers than places, the last places are empty."""
 
     layers: tuple[int, ...]
     attention: LayerAttention
-    num_draft_places: int = 0  # places of a page that are kept for a draft model
+    num_draft_places: int = 0  # places of a page that a draft model uses
 
     @property
     def num_places(self) -> int:
@@ -92,15 +91,15 @@ def num_state_slots(num_requests: int, most_drafts: int = 0) -> int:
 class DraftPages:
     """The pages of a pool as a draft model divides them."""
 
-    layout: BlockLayout  # of a page: `num_layers` places of the draft's place size
-    places: tuple[LayerPlace, ...]  # of each of its layers
+    layout: BlockLayout  # the layout of a page: `num_layers` places of the draft's place size
+    places: tuple[LayerPlace, ...]  # the place of each layer of the draft model
 
 
 class StateBytes(NamedTuple):
-    """The size and the layout of the states of all layers for one sequence."""
+    """The size and the layout of one sequence's states in all layers."""
 
     num_bytes: int
-    plan: str  # layers, shapes and number types; differs when the bytes differ
+    plan: str  # layers, shapes and number types; differs if the bytes of a state differ
 
 
 def state_bytes(state: StateSpec | None, dtype: str) -> StateBytes | None:
@@ -116,7 +115,7 @@ class StatePages:
 
     states: StateBytes
     num_pages: int
-    first_group: int  # their keys are like those of pages of the groups from here on
+    first_group: int  # the number of a group, in the key of the first piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,7 @@ class CacheGroups:
 
     groups: tuple[CacheGroup, ...]
     layout: BlockLayout
-    num_layers: int  # layers of the model, also those without K and V
+    num_layers: int  # all layers of the model, including layers without K and V
     draft: DraftPages | None = None
     state: StatePages | None = None
 
@@ -154,9 +153,8 @@ class CacheGroups:
     def bound(self, fingerprint: str, draft_fingerprint: str = "") -> str:
         """Return a model's fingerprint combined with this plan of groups, as 64 hexadecimal digits.
         The fingerprint is unchanged if all layers have full attention and there is no draft model
-        and no state. Other versions of this code may choose other groups, and a draft model changes
-        the blocks. The result keeps engines with different plans from finding each other's
-        blocks."""
+        and no state. Engines with different plans of groups, or different draft models, must not
+        find each other's blocks."""
         if not self.forgets and self.draft is None and self.state is None:
             return fingerprint
         plan: list[object] = [[str(group.attention), *group.layers] for group in self.groups]
@@ -168,7 +166,7 @@ class CacheGroups:
 
     def num_pages(self, num_blocks: int) -> int:
         """Return the number of pages that fit into the memory of `num_blocks` blocks over all
-        layers. Raises ConfigError if it exceeds MAX_BLOCKS."""
+        layers. Raises ConfigError if the number exceeds MAX_BLOCKS."""
         pages = num_blocks * self.num_places // self.layout.num_layers
         if pages > MAX_BLOCKS:
             raise ConfigError(
@@ -197,8 +195,8 @@ class CacheGroups:
 
 def pages_per_block(attention: Sequence[LayerAttention]) -> int:
     """Return the number of pages of a pool block, one for each group that shares it. Consecutive
-    groups with the same kind of attention hold and release the same tokens, so they share blocks.
-    All blocks of a pool have the same number of pages.
+    groups with the same kind of attention share blocks, because they hold and release the same
+    tokens. All blocks of a pool have the same number of pages.
 
         full full                             2
         full full window window window window    2
@@ -216,8 +214,8 @@ def plan_groups(
 ) -> CacheGroups:
     """Divide the layers of a model into groups with pages of equal size. `layout` is a block over
     all layers with K and V; other layers are in no group. `attention` has a value for each layer;
-    without it all layers have full attention. `states` describes the layers that carry a state,
-    beside K and V or instead of them.
+    without `attention` all layers have full attention. `states` describes the layers that carry a
+    state, beside K and V or instead.
 
     If all layers have the same kind of attention, there are `num_groups` groups. Otherwise the
     kinds decide the number of groups, and `num_groups` must be 1. `draft` is the layout of a block
@@ -245,7 +243,7 @@ def plan_groups(
             f"{num_groups} cache groups cannot be asked for where layers attend in several ways: "
             f"{_describe(kinds)}; leave the number of groups at 1, and the layers will decide"
         )
-    # Full attention first: its hit limits the search of the other groups.
+    # Full attention comes first, because its hit limits the search of the other groups.
     in_order = sorted(kinds.items(), key=lambda item: not item[0].is_full)
     groups = tuple(
         CacheGroup(tuple(layers[start : start + size]), kind)
@@ -263,7 +261,7 @@ def plan_groups(
 
 def _with_draft(groups: CacheGroups, draft: BlockLayout) -> CacheGroups:
     size, draft_size = groups.layout.place_bytes, draft.place_bytes
-    # A page with a multiple of `unit` places holds a whole number of the draft's places.
+    # A page of `unit` places, or a multiple, holds a whole number of the draft's places.
     unit = draft_size // math.gcd(size, draft_size)
     layout = groups.layout
     if len(groups) == 1 and not groups.forgets:
@@ -310,7 +308,7 @@ def _equal_size(kinds: dict[LayerAttention, list[int]], num_groups: int) -> int:
 
 def _common_size(counts: Sequence[int]) -> int:
     """Return the number of layers per page for kinds with `counts` layers: the smallest count, so
-    that no place of a small kind stays empty, or the largest count if both are nearly equal."""
+    that no kind has empty places, or the largest count if both counts are nearly equal."""
     least, most = min(counts), max(counts)
     return most if most <= least * _NEARLY_EQUAL else least
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """KeptBlocks: the blocks of ended requests, kept for the requests that will continue them.
 
-No running request holds these blocks. The blocks are released when any request lacks room; a
-request that continues the ended one then recomputes the blocks that the pool has lost."""
+No running request holds kept blocks. Kept blocks are released when any request lacks room; a
+request that continues the ended one then recomputes the blocks that the pool no longer caches."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from .kv_cache_manager import KVCacheManager
 
 
 class KeptBlocks:
-    """The ended requests whose blocks are kept, the oldest first. Called by the engine's step
-    thread only."""
+    """The kept blocks by ended request, the oldest first. Called by the step thread only."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager = manager
@@ -40,7 +39,7 @@ class KeptBlocks:
 
     def lend(self, request: Request) -> None:
         """Let a request hold the kept blocks of the request that it continues, as computed blocks.
-        If no other request will continue them, the blocks are no longer kept."""
+        If no other request will continue the ended one, its blocks are no longer kept."""
         assert request.continues is not None
         num_tokens = num_common_tokens(request.continues, request)
         self._manager.fork(_kept_for(request).holder, request, num_tokens)
@@ -78,8 +77,8 @@ class KeptBlocks:
 
 
 def num_common_tokens(ended: Request, request: Request) -> int:
-    """Return how many tokens a request need not compute if it continues an ended one: the ended
-    request's prompt, but never the new request's last token, whose logits are needed."""
+    """Return how many tokens `request` need not compute if it continues `ended`: the prompt of
+    `ended`, but never the last token of `request`, whose logits are needed."""
     return min(ended.num_prompt_tokens, request.num_tokens - 1)
 
 

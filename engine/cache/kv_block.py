@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool's blocks and the queue of free ones.
+"""The pool's blocks and the queue of free blocks.
 
-The queue links the blocks themselves, between two sentinels that are never handed out:
+The queue links the blocks themselves, between two sentinels that are never allocated:
 
     head <-> block <-> block <-> ... <-> tail
              least recently freed        most recently freed
 
 Removing any block, even from the middle, takes a few assignments and allocates no memory. A block
-outside the queue has itself as `next_free`; no link is ever None."""
+outside the queue has itself as `next_free`; no link is None."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ BlockIds = tuple[list[int], ...]
 
 
 class BlockCopy(NamedTuple):
-    """A page that a request shares, and the copy to which the request will write instead."""
+    """A page that a request shares, and the page of the copy to which the request will write."""
 
     request_id: str
     group_id: int
-    place: int  # of the page in the request's table
+    place: int  # the page's index in the request's table
     source: int
     target: int
 
@@ -34,13 +34,13 @@ class KVCacheBlock:
     """A block of the pool, with the pages `block_id`, `block_id + 1` … (`BlockPool.width`).
 
     `block_hash` is the block's key in the prefix map: the digest (32 bytes) and the number of its
-    first cache group (u16, little-endian). None: prefix lookups cannot find the block."""
+    first cache group (u16, little-endian). A block with None is not cached."""
 
     block_id: int
-    ref_cnt: int = 0  # requests whose tables hold it
+    ref_cnt: int = 0  # how many requests hold the block
     block_hash: bytes | None = None
     is_null: bool = False
-    is_offered: bool = False  # given to the tiers under this key, ahead of its eviction
+    is_offered: bool = False  # passed to the tiers under this key, before its eviction
     prev_free: KVCacheBlock = field(init=False, repr=False)
     next_free: KVCacheBlock = field(init=False, repr=False)
 
@@ -49,10 +49,10 @@ class KVCacheBlock:
 
 
 class FreeBlockQueue:
-    """Free blocks, the next one to be reused in front.
+    """The free blocks, with the next block to be reused in front.
 
     Raises RuntimeError if a block is added twice, a block outside the queue is removed, or more
-    blocks are taken than there are: the caller has lost count of its blocks."""
+    blocks are taken than the queue has, because the caller then has a fault."""
 
     __slots__ = ("_head", "_tail", "num_free")
 
@@ -99,7 +99,7 @@ class FreeBlockQueue:
         self._insert(self._tail.prev_free, blocks, self._tail)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Add blocks in front, in this order. Used for blocks whose bytes are worthless."""
+        """Add blocks in front, in this order; used for blocks whose bytes are worthless."""
         self._insert(self._head, blocks, self._head.next_free)
 
     def remove(self, block: KVCacheBlock) -> None:
@@ -118,8 +118,8 @@ class FreeBlockQueue:
 
     def hold_n(self, blocks: Sequence[KVCacheBlock]) -> int:
         """Add one holder to each block except null blocks, and remove blocks that had no holder
-        from the queue. Return the number of removed blocks. A single loop does both, because a step
-        may hold thousands of blocks."""
+        from the queue. Return the number of removed blocks. A single loop does both for speed: a
+        step may hold thousands of blocks."""
         num_taken = 0
         for block in blocks:
             if block.ref_cnt:
@@ -170,8 +170,8 @@ class FreeBlockQueue:
                 raise RuntimeError(f"block {block.block_id} is in the free queue already")
             block.prev_free = before
             before.next_free = block
-            # Every block gets a link, not only the last: a block linked to itself would count as
-            # outside the queue, and a block given twice would not be noticed.
+            # Every block gets a link at once, because a block linked to itself counts as outside
+            # the queue, and a block that is passed twice would not be noticed.
             block.next_free = after
             before = block
         after.prev_free = before

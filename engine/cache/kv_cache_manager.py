@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV cache manager: allocates blocks to requests, or refuses and changes nothing.
 
-The tokens of one request, as `allocate_slots` sees them:
+The tokens of one request in a call of `allocate_slots`:
 
     | computed | newly computed | external | new  |
     |  held    |  hits, to be   | to be allocated |
     |          |  attached      |                 |
 
 `computed` is `request.num_computed_tokens`; a tier will load the `external` tokens. Full blocks are
-cached, for prefix lookups; blocks with tokens beyond `request.num_tokens` are not.
+cached, for prefix lookups, except blocks with tokens beyond `request.num_tokens`.
 
-Forked requests share all blocks, also the last one, which may be partly filled (`shared_tails.py`).
+Forked requests share all blocks, including a partly filled last block (`shared_tails.py`).
 
 If layers carry states, a hit ends at a checkpoint of the states (`state_checkpoints.py`).
 
@@ -35,13 +35,13 @@ from .state_checkpoints import StateCheckpoints
 
 
 class KVCacheManager:
-    """Called by the engine's step thread only. The pool counts blocks, requests count tokens.
+    """Allocates and caches the blocks of requests; called by the engine's step thread only.
 
     Admission leaves the fraction `watermark` of all blocks free (`watermark_blocks`), so that
-    running requests can grow for some steps before one is preempted.
+    running requests can grow for some steps before a request is preempted.
 
-    Every `GroupBlocks` has the order of the group managers. The tables of one request have equal
-    lengths and equal numbers of cached blocks."""
+    Every `GroupBlocks` has one list for each group manager, in the same order. The tables of one
+    request have equal lengths and equal numbers of cached blocks."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class KVCacheManager:
         num_state_pages: int = 0,
         state_interval: int = 0,
     ) -> None:
-        """`attention` is the kind of attention of each cache group; without it there are
+        """`attention` is the kind of attention of each cache group; without `attention` there are
         `num_groups` groups with full attention. `most_step_tokens`, the most tokens of a request in
         one step, limits the blocks of groups with windows. `hash_block_size` is the number of
-        tokens per digest in `Request.block_hashes`, by default a block's; no option sets it yet
-        (row A7 of docs/rows.md, for hybrid models). `num_state_pages` is the size of a state
+        tokens per digest in `Request.block_hashes`, by default the block size; no option sets it
+        yet (row A7 of docs/rows.md, for hybrid models). `num_state_pages` is the size of a state
         checkpoint in pages, 0 if no layer carries a state. `state_interval` is the number of tokens
         between checkpoints.
 
@@ -78,10 +78,10 @@ class KVCacheManager:
         self._last_offset = block_size - 1
         self.max_model_len = max_model_len
         self.watermark_blocks = int(watermark * num_blocks)
-        # A piece of a checkpoint takes a single page, so blocks have one page then.
+        # With states, blocks have one page, because a piece of a checkpoint takes a single page.
         width = 1 if num_state_pages else pages_per_block(attention)
         self.pool = BlockPool(num_blocks, enable_caching, width)
-        self.num_groups = len(attention)  # also the pages of a block of tokens
+        self.num_groups = len(attention)  # also the number of pages of a block of tokens
         self.forgets = not all(kind.is_full for kind in attention)
         self._width = width
         sizes = (block_size, min(most_step_tokens or max_model_len, max_model_len))
@@ -116,7 +116,7 @@ class KVCacheManager:
         return self._tables.get(request_id, self.no_blocks)
 
     def num_slots(self, request_id: str) -> int:
-        """Return the number of tokens, from the first on, for which a request holds blocks."""
+        """Return how many tokens, from the first token on, have slots in a request's blocks."""
         return len(self.tables(request_id)[0]) * self.block_size
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -126,7 +126,7 @@ class KVCacheManager:
 
     def num_missing_blocks(self, request: Request, hits: GroupBlocks | None = None) -> int:
         """Return the most free pages that a request takes until all its present tokens are
-        computed. Free blocks among the hits count, because the request does not hold them yet."""
+        computed. Free hits count, because the request does not hold them yet."""
         given = self.no_blocks if hits is None else hits
         tables = self.tables(request.request_id)
         return self._width * sum(
@@ -135,8 +135,8 @@ class KVCacheManager:
         )
 
     def num_reserved(self, wanted: Mapping[str, int]) -> int:
-        """Return the most free pages that requests take until each has computed as many tokens as
-        `wanted` says, even if they share blocks and one of them ends."""
+        """Return the most free pages that requests take until each has computed its number of
+        tokens in `wanted`, even if requests share blocks and a request ends."""
         num_blocks = sum(
             [
                 group.num_reserved(table, num_tokens)
@@ -149,7 +149,7 @@ class KVCacheManager:
         return self._width * num_blocks
 
     def num_to_reserve(self, num_tokens: int, hits: GroupBlocks | None = None) -> int:
-        """Return the growth of held and reserved pages if a request starts with these hits and will
+        """Return how many pages become held or reserved if a request starts with `hits` and will
         compute `num_tokens`."""
         given = self.no_blocks if hits is None else hits
         both = zip(self._groups, given, strict=True)
@@ -157,12 +157,12 @@ class KVCacheManager:
         return self._width * blocks
 
     def get_computed_blocks(self, request: Request) -> tuple[GroupBlocks, int]:
-        """Find the longest cached prefix of a request that holds no blocks. Return its blocks and
-        number of tokens.
+        """Find the longest cached prefix of a request that holds no blocks. Return the prefix's
+        blocks and number of tokens.
 
         The prefix has at most `num_tokens - 1` tokens, because the last token must be computed for
-        its logits. The pool does not change; `allocate_slots` later makes the request a holder of
-        the hits."""
+        its logits. The pool does not change; `allocate_slots` later adds the request as a
+        holder."""
         if not self.pool.enable_caching or request.skip_reading_prefix_cache:
             return self.no_blocks, 0
         most = request.most_cached_tokens // self.block_size
@@ -172,7 +172,7 @@ class KVCacheManager:
             return blocks, num_tokens
         found, num_blocks = num_tokens, num_tokens // self.block_size
         while num_blocks and (length := self.states.longest_hit(digests, num_blocks)) < num_blocks:
-            # A shorter hit needs other blocks in windows, which may be missing.
+            # Within windows, a shorter hit needs other blocks, which may be missing.
             blocks, num_tokens = self._finder.find(digests[:length])
             num_blocks = num_tokens // self.block_size
         request.progress.junction = found if found > num_tokens else 0
@@ -197,17 +197,17 @@ class KVCacheManager:
         """Allocate blocks for a request's next tokens. Return the added blocks, without hits, or
         None.
 
-        None means that fewer than `keep_free_blocks` pages would stay free; nothing has changed
-        then. Hits without a holder are in the free queue and count as taken. Blocks that no later
-        token reads are released first and count as free. The blocks are cached at once, or with
-        `delay_cache_blocks` by `cache_blocks` after the load."""
+        The result None means that fewer than `keep_free_blocks` pages would stay free; then nothing
+        has changed. Hits without a holder are in the free queue and count as taken. Blocks that no
+        later token reads are released first and count as free. Full blocks are cached at once, or
+        with `delay_cache_blocks` by `cache_blocks` after the load."""
         computed = request.num_computed_tokens
         forked = self.shared_tails.families
         if forked and not self._own_tail(request, num_new_tokens, keep_free_blocks):
             return None
         more = new_computed_blocks or num_external_computed_tokens
         if num_new_tokens == 1 and not more and (offset := computed % self.block_size):
-            # A decode into a block that the request has already.
+            # The token is decoded into a block that the request has already.
             if offset == self._last_offset and not delay_cache_blocks:
                 self._cache_full(request, min(computed + 1, request.num_tokens))
             return self.no_blocks
@@ -265,7 +265,7 @@ class KVCacheManager:
             self.states.cache_known(request)
 
     def cache_accepted(self, request: Request) -> None:
-        """Cache the full blocks of accepted drafts, whose step has come back."""
+        """Cache the full blocks of accepted drafts, whose step has run."""
         tables = self.tables(request.request_id)
         first = self.keys.counts.get(request.request_id, 0)
         num_tokens = min(request.num_tokens, request.num_computed_tokens)
@@ -287,7 +287,7 @@ class KVCacheManager:
         self.keys.cache_tail(request, self._tables[request.request_id])
 
     def prompt_keys(self, request: Request, *, with_tail: bool) -> list[bytes]:
-        """Return the page keys of the prompt's blocks that another engine needs to continue it."""
+        """Return the page keys of the blocks that another engine needs to continue the prompt."""
         digests = self.keys.of_prompt(request, with_tail=with_tail)
         keys = self.keys.page_keys(digests, request.num_prompt_tokens)
         if self.states is not None and digests:
@@ -298,10 +298,10 @@ class KVCacheManager:
     def revoke(
         self, request: Request, num_computed_tokens: int, block_ids: BlockIds | None
     ) -> None:
-        """Undo the scheduling of a request in the present step. Its blocks after the first
-        `num_computed_tokens` are uncached if the step has cached them. The step's new blocks
-        (`block_ids` for each group) are released. If another request of the step has found one of
-        these blocks, raise RuntimeError and change nothing."""
+        """Undo the scheduling of a request in the present step. The request's blocks after the
+        first `num_computed_tokens` tokens are uncached if the step has cached them. The step's new
+        blocks (`block_ids` for each group) are released. If another request of the step has found
+        one of these blocks, raise RuntimeError and change nothing."""
         request_id = request.request_id
         tables = self.tables(request_id)
         self.keys.revoke_caching(request_id, tables, num_computed_tokens // self.block_size)
@@ -313,7 +313,7 @@ class KVCacheManager:
                 del table[-count:]
 
     def free(self, request: Request) -> None:
-        """Release a request's blocks, last first; they keep keys and bytes until reused."""
+        """Release a request's blocks, last block first; until reused, they keep keys and bytes."""
         self._free(request.request_id)
 
     def pin(self, request: Request, holder: str) -> None:
@@ -343,9 +343,8 @@ class KVCacheManager:
             self.pool.offer(table)
 
     def uncache_request(self, request: Request) -> list[bytes]:
-        """Uncache the request's blocks, and all other blocks with the same keys, so that no lookup
-        finds them. The request keeps its blocks. Return the keys, first block first; tiers may have
-        them too."""
+        """Remove the request's blocks, and all other blocks with the same keys, from the prefix
+        cache. The request keeps its blocks. Return the keys, first block first."""
         digests = self.keys.of_blocks(request.block_hashes)
         for group, table in zip(self._groups, self.tables(request.request_id), strict=True):
             self.pool.uncache_blocks(table)
@@ -356,16 +355,16 @@ class KVCacheManager:
         tail = request.prompt_tail_hash() if request.hands_over else b""
         ends = [*digests, tail] if tail else digests
         self.states.uncache_digests(ends)
-        # All pieces: a tier's old pieces beside pieces of a later checkpoint would be wrong.
+        # All pieces of a checkpoint are removed, as a tier must not mix pieces of two checkpoints.
         return keys + [key for digest in ends for key in self.states.keys(digest)]
 
     def get_block_ids(self, request_id: str) -> BlockIds:
         return self.page_ids(self.tables(request_id))
 
     def load_page_ids(self, request_id: str, num_tokens: int) -> BlockIds:
-        """Return the target pages of a load that brings states and begins after `num_tokens`. For
-        each cache group these are all blocks from there on, even those that the pool has cached.
-        The pages of a state checkpoint follow."""
+        """Return the target pages of a load that brings states and begins after `num_tokens`: for
+        each cache group, all blocks after `num_tokens`, even those that the pool has cached, then
+        the pages of a state checkpoint."""
         assert self.states is not None
         first = num_tokens // self.block_size
         pages = self.page_ids(tuple([table[first:] for table in self.tables(request_id)]))
@@ -383,14 +382,14 @@ class KVCacheManager:
         num_spare: int,
     ) -> GroupBlocks | None:
         """Add blocks until `num_slots` tokens have slots, and return the added blocks. The first
-        `num_computed` tokens need no computing: they are computed, in `hits`, or come with a load.
-        If more than `num_spare` free pages would be taken, return None and change nothing."""
+        `num_computed` tokens are already computed, or in `hits`, or come with a load. If more than
+        `num_spare` free pages would be taken, return None and change nothing."""
         tables = self._tables.get(request_id) or tuple([[] for _ in self._groups])
         num_hits = 0 if hits is None else len(hits[0])
         held, num_blocks = len(tables[0]) + num_hits, -(-num_slots // self.block_size)
         more = num_blocks - held if num_blocks > held else 0
         if (more + num_hits) * self.num_groups > num_spare:
-            # Hits and returned blocks are counted only if the result may depend on them.
+            # Only a nearly full pool needs the slow count of hits and released blocks.
             taken = self._num_taken(tables, num_blocks, num_computed, hits)
             if taken > 0 and taken > num_spare:
                 return None
@@ -407,7 +406,7 @@ class KVCacheManager:
             return self._extend_behind_gaps(tables, num_blocks, num_computed)
         if not more:
             return self.no_blocks
-        # One call takes the blocks of all tables, and each table gets its part.
+        # One call allocates the blocks of all tables.
         new = self.pool.get_new_blocks(more * len(tables))
         added: list[list[KVCacheBlock]] = []
         for table in tables:
@@ -427,14 +426,14 @@ class KVCacheManager:
         *,
         is_load: bool,
     ) -> GroupBlocks | None:
-        """Do the work of `_add_blocks`, and allocate pages for states that a load brings. Hits must
-        end at a checkpoint. If room is short, give up uncached checkpoints."""
+        """Add blocks like `_add_blocks`, and pages for the states that a load brings. Hits must end
+        at a checkpoint. If room is short, uncached checkpoints are given up."""
         request_id = request.request_id
         is_hit = hits is not None and bool(hits[0]) and not is_load
         if is_load:
             keep_free_blocks += states.num_pages
         elif is_hit:
-            # Noted before blocks are added, because these may be the checkpoint's own pages.
+            # Noted before blocks are added, because a block may take the checkpoint's pages.
             digests = self.keys.of_blocks(request.block_hashes)
             states.note_hit(request_id, digests[computed // self.block_size - 1])
         while True:
@@ -452,8 +451,8 @@ class KVCacheManager:
                 return None
 
     def _own_tail(self, request: Request, num_new_tokens: int, keep_free_blocks: int) -> bool:
-        """Give a forked request that is about to write a copy of its last block, if other requests
-        hold it. If there is no room for the copy, return False and change nothing."""
+        """Replace the last block of a forked request by a copy before the request writes to it, if
+        other requests hold it. If the copy has no room, return False and change nothing."""
         request_id, computed = request.request_id, request.num_computed_tokens
         if request_id not in self.shared_tails.families:
             return True
@@ -480,8 +479,8 @@ class KVCacheManager:
     def _add_computed_blocks(
         self, request_id: str, tables: GroupBlocks, num_computed: int, hits: GroupBlocks
     ) -> None:
-        """Make the request a holder of the hits that later tokens read. Hits are held for all
-        groups before new blocks are taken, because these could be another group's hits."""
+        """Make the request a holder of the hits that later tokens read. Hits of all groups are held
+        before new blocks are allocated, because a new block could be a hit of another group."""
         if any(tables):
             raise RuntimeError(f"request {request_id} has blocks, so no hits can go before them")
         null = self.pool.null_block
@@ -494,8 +493,8 @@ class KVCacheManager:
     def _extend_behind_gaps(
         self, tables: GroupBlocks, num_blocks: int, num_computed: int
     ) -> GroupBlocks:
-        """Extend all tables to `num_blocks`, with null blocks before the first block that is read,
-        then new blocks, which a load will fill. Return all added blocks."""
+        """Extend all tables to `num_blocks` blocks: null blocks before the first block that a later
+        token reads, then new blocks, which a load will fill. Return all added blocks."""
         gaps = [
             max(0, group.first_needed(num_computed) - len(table))
             for group, table in zip(self._groups, tables, strict=True)
@@ -517,7 +516,7 @@ class KVCacheManager:
 
     def _free(self, request_id: str) -> None:
         """Release all blocks of a request. The last blocks of all groups are released first,
-        because a hit needs the block in every group."""
+        because a hit needs a block in every group."""
         self.keys.counts.pop(request_id, None)
         if self.states is not None:
             self.states.free(request_id)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PictureCache: which pictures have embeddings in the worker, and which a step encodes.
+"""PictureCache records which pictures have embeddings in the worker, and plans their encoding.
 
 A chunk of a prompt needs the embeddings of all pictures that it touches. A step encodes the missing
 ones, within a budget. The worker keeps the embeddings of a picture while a running request is in
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from ..request.pictures import Picture
 from ..request.request import Request
 
-# The pictures that a step encodes, and the digests of those that the worker drops before.
+# The pictures that a step encodes, and the digests of pictures that the worker drops before.
 PicturePlan = tuple[list[Picture], list[bytes]]
 NO_PLAN: PicturePlan = ([], [])
 
@@ -28,19 +28,19 @@ class _Entry:
     """The embeddings of one picture in the worker."""
 
     num_tokens: int
-    step_id: int  # that encodes it
+    step_id: int  # the step that encodes the picture
     holders: set[str] = field(default_factory=set)  # ids of requests that still need it
 
 
 class PictureCache:
-    """The embeddings in the worker's memory. `most_tokens` is the room, and the budget of a step;
-    a single larger picture is encoded alone."""
+    """The picture embeddings in the worker's memory. `most_tokens` is both the room for embeddings
+    and the budget of a step, in tokens; a single larger picture is encoded alone."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most_tokens = most_tokens
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the longest unused first
         self._held_by: dict[str, set[bytes]] = {}
-        self._num_tokens = 0  # of all entries
+        self._num_tokens = 0  # picture tokens of all entries
         self._step_id = self._budget = 0
         self._to_encode: list[Picture] = []
         self._to_drop: list[bytes] = []
@@ -76,14 +76,14 @@ class PictureCache:
         return num_tokens
 
     def take_plan(self) -> PicturePlan:
-        """Return the pictures that this step encodes, and the digests of those that the worker
-        drops before."""
+        """Return the pictures that this step encodes, and the digests of pictures dropped
+        before."""
         plan = self._to_encode, self._to_drop
         self._to_encode, self._to_drop = [], []
         return plan
 
     def fail_step(self, step_id: int) -> None:
-        """Forget the pictures that this step and later ones were to encode."""
+        """Forget the pictures that this step and later steps were to encode."""
         lost = [key for key, entry in self._entries.items() if entry.step_id >= step_id]
         for digest in lost:
             entry = self._entries.pop(digest)
@@ -115,8 +115,8 @@ class PictureCache:
         return True
 
     def _make_room(self, num_tokens: int) -> bool:
-        """Drop unused embeddings until a picture fits into the budget and the room. A picture that
-        exceeds either as a whole needs all of it."""
+        """Drop unused embeddings until a picture fits into the budget and the room. A picture
+        larger than `most_tokens` needs the whole budget and the whole room."""
         if num_tokens > self._budget and self._budget < self._most_tokens:
             return False
         unused = [key for key, entry in self._entries.items() if not entry.holders]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefix finders: find the longest prefix hit of a request in the pool, over all cache groups.
 
-    unitary   one manager decides alone
-    hybrid    a hit needs every group
+    unitary   for one group manager
+    hybrid    for several group managers; a hit needs blocks of every group
 
 The hybrid finder starts with the longest possible length. Each group in turn shortens the length to
 the group's own longest hit within it, and the search ends when no group shortens it further. The
-result is the longest common hit, because no step goes below a common hit."""
+result is the longest common hit, because no group shortens the length below a common hit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .kv_block import GroupBlocks, KVCacheBlock
 
 
 class PrefixFinder(ABC):
-    """Looks up blocks in the pool; changes nothing."""
+    """Finds the longest prefix hit in the pool; changes nothing."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class PrefixFinder(ABC):
 
     @abstractmethod
     def find(self, digests: Sequence[bytes]) -> tuple[GroupBlocks, int]:
-        """Return the blocks and the token count of the longest cached prefix. `digests` are those
-        of the wanted blocks, first block first. The null block stands for blocks that no later
-        token reads."""
+        """Return the blocks and the token count of the longest cached prefix. `digests` are the
+        digests of the wanted blocks, first block first. The null block stands for blocks that no
+        later token reads."""
 
     def _longest_local(
         self, groups: tuple[GroupManager, ...], digests: Sequence[bytes], most: int
@@ -57,7 +57,7 @@ class PrefixFinder(ABC):
     def _local_blocks(
         self, group: GroupManager, digests: Sequence[bytes], length: int
     ) -> list[KVCacheBlock]:
-        """Return a group's blocks for a hit of `length` blocks; unread ones are null blocks."""
+        """Return a group's blocks for a hit of `length` blocks; unread blocks are null blocks."""
         pool, suffix = self._pool, group_suffix(group.group_id)
         first = group.first_needed(length * self.block_size)
         found = [pool.cached_block(digest + suffix) for digest in digests[first:length]]
@@ -90,15 +90,15 @@ class HybridPrefixFinder(PrefixFinder):
         for group in groups:
             if not group.attention.is_full:
                 kinds.setdefault(group.attention, []).append(group)
-        # Groups that attend alike need the same blocks, so they are asked together.
+        # Groups with equal attention need the same blocks, and are searched together.
         self._local = tuple(map(tuple, kinds.values()))
 
     def find(self, digests: Sequence[bytes]) -> tuple[GroupBlocks, int]:
         prefixes: GroupBlocks = ()
         most = len(digests)
         if self._full_ids:
-            # Any part of a prefix is a prefix, so the other groups can only shorten full
-            # attention's hit.
+            # With full attention, every shorter prefix of a hit is a hit too, so that the other
+            # groups only shorten the hit.
             prefixes = self._pool.get_cached_prefix(digests, self._full_ids)
             most = len(prefixes[0])
         length = self._agreed(digests, most)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how long blocks stay in the pool, on a sample of blocks."""
+"""Measures how long blocks stay in the pool, for a sample of the blocks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _SECONDS = (
 
 
 class Residency:
-    """Histograms of blocks in the pool, in seconds: age and idle time at eviction, and time between
-    two uses. A use is an allocation or a prefix hit.
+    """Histograms of the seconds that blocks stay in the pool: age and idle time at eviction, and
+    time between two uses. A use is an allocation or a prefix hit.
 
     Only every n-th block is sampled, so that a step with thousands of blocks costs little."""
 
@@ -38,7 +38,7 @@ class Residency:
         self.reuse_gap = Histogram(_SECONDS)
 
     def taken(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Record the allocation of free blocks, which evicts those that are still cached."""
+        """Record the allocation of free blocks, which evicts the cached ones among them."""
         followed = self._followed.intersection(blocks)
         if not followed:
             return

@@ -21,22 +21,21 @@ class SharedTails:
 
     def __init__(self, pool: BlockPool, groups: Sequence[GroupManager]) -> None:
         self._pool, self._groups = pool, groups
-        # By request: all requests that may hold its last block, itself included.
+        # By request id: the ids of all requests that may hold the request's last block.
         self.families: dict[str, set[str]] = {}
         self._copies: dict[str, list[BlockCopy]] = {}  # by request
-        self.sources: dict[KVCacheBlock, None] = {}  # of copies, held until these are made
+        self.sources: dict[KVCacheBlock, None] = {}  # source blocks, held until the copies are made
 
     def num_to_copy(self, request_ids: Container[str] | None = None) -> int:
         """Return the most blocks that these requests (None: all) may still need for copies."""
         num_copies = 0
         for family in {id(each): each for each in self.families.values()}.values():
             asked = [each for each in family if request_ids is None or each in request_ids]
-            num_copies += min(len(asked), len(family) - 1)  # the last request writes in place
+            num_copies += min(len(asked), len(family) - 1)  # the last sharer writes in place
         return num_copies * len(self._groups)
 
     def add_fork(self, parent_id: str, child_id: str) -> None:
-        """Record that two requests share a partly filled last block. The first request to write to
-        it gets a copy."""
+        """Record that two requests share a partly filled last block, until one of them writes."""
         family = self.families.setdefault(parent_id, {parent_id})
         family.add(child_id)
         self.families[child_id] = family

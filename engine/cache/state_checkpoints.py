@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """StateCheckpoints: copies of sequences' states after some of their tokens, in pages of the pool.
 
-A state-space layer (Mamba, for example) has no K and V per block: its state summarizes all tokens
+A state-space layer (Mamba, for example) has no K and V per block; its state summarizes all tokens
 so far. The worker holds the state of each running request. At some positions the worker copies the
-state into pages, one page per piece:
+state into pages, one page for each piece of the state:
 
     position     0 ............ 32 ............ 64 ............ 80
     K and V      |  block 0      |  block 1      |  block 2   |
     states                       D1|1 D1|2 D1|3  (none)            D1: the digest of block 1
 
-A prefix hit needs the blocks of K and V up to its end and the states at its end, so it ends at a
-checkpoint. If the pool has room, checkpoints are made at
+A prefix hit ends at a checkpoint, because it needs both the K and V before its end and the states
+at its end. If the pool has room, checkpoints are made at
 
 - the last full block before a prompt's last token, if the prompt is not too short;
-- a junction: a position up to which K and V were found, but no states;
-- each multiple of the interval, if there is one, in answers too;
+- a junction, a position up to which K and V were found, but no states;
+- each multiple of the `interval`, unless it is 0, in prompts and answers;
 - the very end of a prompt that another engine continues.
 
-The pages of a checkpoint are cached while their step is scheduled, and are free afterwards. Other
-steps may take them: the worker writes the pages after the step's forward pass, and a step reads the
-pages of a hit before all else. Pages are held only by a load until its request runs, by a
+The pages of a checkpoint are cached while their step is scheduled, and are free afterwards. Later
+steps may reuse the free pages, because the worker writes the pages after a step's forward pass, and
+first reads the pages of a hit. Pages are held only by a load until its request runs, by a
 checkpoint after unknown tokens, and by the pin of an agent's request."""
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ..request.request import Request
 from .block_pool import BlockPool
 from .kv_block import KVCacheBlock
 
-# Limits the size of a checkpoint at a prompt's end or a junction, as a multiple of the K and V
-# before it: otherwise checkpoints of a few words would evict documents.
+# The largest size of a checkpoint at a prompt's end or a junction, as a multiple of the K and V
+# before it: checkpoints of short prompts would otherwise evict long ones.
 LEAST_SHARE = 16
 
 
@@ -44,13 +44,14 @@ class StateSave(NamedTuple):
     """A checkpoint that a step makes of a request's states after `position` tokens."""
 
     position: int
-    page_ids: list[int]  # one for each piece
+    page_ids: list[int]  # one page for each piece
 
 
 class StateCheckpoints:
-    """The checkpoints of one pool. Called by the engine's step thread only.
+    """The state checkpoints in one pool; called by the engine's step thread only.
 
-    A digest is that of a block. `interval` is in tokens: 0, or a multiple of the block size."""
+    A checkpoint has the digest of the block that ends there. `interval` is in tokens: 0, or a
+    multiple of the block size."""
 
     def __init__(
         self,
@@ -72,12 +73,12 @@ class StateCheckpoints:
         self._suffixes = [group_suffix(group_id) for group_id in self._groups]
         self._block_size, self._hashes_per_block = block_size, hashes_per_block
         self.interval = interval
-        # By request, until the step in which the request starts is scheduled.
+        # Checkpoints at which requests start, by request id, until the step is scheduled.
         self._hits: dict[str, list[KVCacheBlock]] = {}
         self._loads: dict[str, list[KVCacheBlock]] = {}  # held
-        # Each request's last checkpoint, made or read: a later request will want it.
+        # The digest of the last checkpoint that each request made or read.
         self._newest: dict[str, bytes] = {}
-        # By request: checkpoints after tokens not known yet; held, and cached when these are known.
+        # By request id: checkpoints after unknown tokens, held, and cached once these are known.
         self._uncached: dict[str, tuple[int, list[KVCacheBlock]]] = {}
         self._pinned: dict[str, list[KVCacheBlock]] = {}  # by holder
         self._saved: list[KVCacheBlock] = []  # held while the step is scheduled
@@ -97,8 +98,8 @@ class StateCheckpoints:
         return all(map(pool.has, keys)) and not pool.is_due(pool.cached_block(keys[-1]))
 
     def longest_hit(self, digests: Sequence[bytes], most_blocks: int) -> int:
-        """Return the largest number of blocks, up to `most_blocks`, that ends at a checkpoint. The
-        result may be 0, because a sequence begins with zero states."""
+        """Return the largest number of leading blocks, up to `most_blocks`, after which there is a
+        checkpoint. The result may be 0."""
         first, has = self._suffixes[0], self._pool.has
         for length in range(most_blocks, 0, -1):
             if has(digests[length - 1] + first) and self.is_readable(digests[length - 1]):
@@ -111,11 +112,11 @@ class StateCheckpoints:
         self._hits[request_id] = list(map(self._pool.cached_block, self.keys(digest)))
 
     def drop_hit(self, request_id: str) -> None:
-        """Undo `note_hit` for a request that does not start, for lack of room."""
+        """Undo `note_hit` for a request that does not start, because it lacks room."""
         self._hits.pop(request_id, None)
 
     def hold_for_load(self, request_id: str) -> None:
-        """Allocate pages for the states that a load brings. The caller has checked for room."""
+        """Allocate pages for the states that a load brings. The caller checks for room before."""
         self._loads[request_id] = self._pool.get_new_blocks(self.num_pages)
 
     def load_page_ids(self, request_id: str) -> list[int]:
@@ -131,7 +132,7 @@ class StateCheckpoints:
 
     def take_start(self, request_id: str) -> list[int]:
         """Return the pages with the initial states of a request that starts in the step being
-        scheduled, or no pages if it begins with zero states. The pages become free."""
+        scheduled, or no pages if the states begin with zeros. The pages become free."""
         held = self._loads.pop(request_id, None)
         if held is not None:
             self._pool.free_blocks(held)
@@ -147,7 +148,7 @@ class StateCheckpoints:
         num_prompt = request.num_prompt_tokens
         has_multiple = interval > 0 and end // interval > computed // interval
         if computed >= num_prompt and computed >= junction and not has_multiple:
-            return []  # the case of nearly every token of an answer
+            return []  # nearly every decode ends here
         found = {
             position
             for position in ((num_prompt - 1) // size * size, junction)
@@ -161,24 +162,23 @@ class StateCheckpoints:
         return [position for position in due if not self._is_made(request, position)]
 
     def _is_worth_it(self, position: int) -> bool:
-        """Whether a checkpoint at this position saves enough tokens for its size."""
+        """Whether a checkpoint at `position` saves enough tokens for its size; see LEAST_SHARE."""
         return position * LEAST_SHARE >= self.num_pages * self._block_size
 
     def most_tokens(
         self, request: Request, computed: int, num_tokens: int, num_spare: int
     ) -> tuple[int, int]:
         """Return how many of the `num_tokens` tokens after `computed` a step may compute of a
-        request, and how many of `num_spare` state slots it uses: one for each checkpoint before the
-        last token."""
+        request, and how many of `num_spare` state slots it uses: one per checkpoint before the last
+        token."""
         within = self.positions(request, computed, computed + num_tokens - 1)
         if len(within) <= num_spare:
             return num_tokens, len(within)
         return within[num_spare] - computed, num_spare
 
     def most_drafts(self, end: int) -> int:
-        """Return the most drafts that a step may check after `end` tokens, given an interval.
-        Drafts stay below the next multiple of the interval: only a step of known tokens makes its
-        checkpoint."""
+        """Return the most drafts that a step may check after `end` tokens, if `interval` is not 0.
+        Drafts end before the next multiple of `interval`, as checkpoints need known tokens."""
         return self.interval - end % self.interval - 1
 
     def num_to_pin(self, request_id: str) -> int:
@@ -187,13 +187,13 @@ class StateCheckpoints:
         return self.num_pages if digest is not None and self.is_readable(digest) else 0
 
     def save(self, request: Request, computed: int, end: int, num_spare: int) -> list[StateSave]:
-        """Plan the checkpoints that the step makes of a request. The step already has all its
-        blocks. There are fewer checkpoints if the pool lacks room, and at most `num_spare` before
-        `end`."""
+        """Plan the checkpoints that the step makes of a request. All blocks of the step are
+        allocated before. The step makes none without room in the pool, and at most `num_spare`
+        before `end`."""
         found: list[tuple[int, list[KVCacheBlock]]] = []
         num_within = 0
         positions = self.positions(request, computed, end)
-        # Another engine waits for the very end; of the other positions the last saves most.
+        # Later positions come first: a hit there saves more tokens, or another engine needs it.
         for position in reversed(positions):
             if position < end and num_within == num_spare:
                 break
@@ -215,12 +215,12 @@ class StateCheckpoints:
         ]
 
     def free_saved(self) -> None:
-        """Release the pages of the step's checkpoints. The step must take no more blocks."""
+        """Release the pages of the step's checkpoints. The step must allocate no more blocks."""
         self._pool.free_blocks(self._saved)
         self._saved.clear()
 
     def cache_known(self, request: Request) -> None:
-        """Cache a request's uncached checkpoint if all tokens before it are known by now."""
+        """Cache a request's uncached checkpoint if all tokens before the checkpoint are known."""
         uncached = self._uncached.get(request.request_id)
         if uncached is None:
             return
@@ -230,7 +230,7 @@ class StateCheckpoints:
             self._pool.free_blocks(blocks)
 
     def drop_uncached(self) -> bool:
-        """Give up all uncached checkpoints, to make room. Return whether there were any."""
+        """Release all uncached checkpoints, to make room. Return whether there were any."""
         given_up = list(self._uncached)
         for request_id in given_up:
             self._drop_uncached(request_id)
@@ -263,8 +263,8 @@ class StateCheckpoints:
         return [digest + suffix for suffix in self._suffixes]
 
     def offer_beside(self, evicted: Iterable[EvictedBlock]) -> None:
-        """Offer the rest of a checkpoint to the tiers if one of its pieces, or the K and V block
-        that ends at it, is evicted: a tier needs the whole checkpoint."""
+        """Offer all pieces of a checkpoint to the tiers if one piece, or the K and V block before
+        the checkpoint, is evicted, because a tier needs the whole checkpoint."""
         first, has = self._suffixes[0], self._pool.has
         digests = [
             block.key[:DIGEST_BYTES]
@@ -300,7 +300,7 @@ class StateCheckpoints:
         return digest is not None and self._pool.has(digest + self._suffixes[0])
 
     def _digest(self, request: Request, position: int) -> bytes | None:
-        """Return the digest of a checkpoint after `position` tokens; None if one is unknown."""
+        """Return the digest of a checkpoint after `position` tokens; None if a token is unknown."""
         index, rest = divmod(position, self._block_size)
         if rest:
             return request.prompt_tail_hash()
@@ -310,7 +310,7 @@ class StateCheckpoints:
     def _cache_pages(
         self, request: Request, position: int, blocks: Sequence[KVCacheBlock], *, computed: bool
     ) -> bool:
-        """Cache the pages of a checkpoint. Return False if a token before it is unknown."""
+        """Cache the pages of a checkpoint. Return False if a token before `position` is unknown."""
         digest = self._digest(request, position)
         if digest is None:
             return False

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdapterRegistry: the adapters of an engine by name, loaded and unloaded while it runs.
+"""AdapterRegistry: the adapters of an engine by name, loaded and unloaded while the engine runs.
 
     load     files are read in a thread ──► the worker keeps the adapter ──► requests can name it
-    unload   no request can name it ──► its last request ends ──► the worker forgets it
+    unload   no request can name it ──► its last request ends ──► the worker drops it
 
 Two names with equal adapters have one fingerprint, and the worker keeps one copy. A name that is
-loaded again belongs to the new adapter; requests that run keep the old one.
+loaded again belongs to the new adapter; running requests keep the old adapter.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class AdapterRegistry:
         return list(self._by_name.values())
 
     def stats(self) -> dict[str, Any]:
-        """Return the names of the loaded adapters, and the most of one step."""
+        """Return the names of the loaded adapters, and the most adapters of a step."""
         return {"loaded": list(self._by_name), "max_adapters": self._config.num_slots}
 
     def load_now(self, name: str, path: Path) -> LoadedAdapter:
-        """Load an adapter and wait for it. Raises ConfigError if it cannot be used."""
+        """Load an adapter before returning. Raises ConfigError for an unusable adapter."""
         self._check_name(name, replaces=False)
         return self._take(LoadAdapter(name, str(path)), self._executor.read_adapter(path))
 
     def begin_load(self, message: LoadAdapter) -> Deferred:
-        """Load an adapter beside the steps. Raises ValueError for a name in use, or if adapters are
-        not taken."""
+        """Load an adapter in parallel with steps. Raises ValueError for a name in use, or if the
+        engine has no slots for adapters."""
         self._check_name(message.name, replaces=message.replaces)
         future: Future[ReadAdapter] = Future()
         self._loading.add(message.name)
@@ -85,7 +85,7 @@ class AdapterRegistry:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def unload_adapter(self, name: str) -> LoadedAdapter:
-        """Forget a name. Raises ValueError for an unknown one."""
+        """Forget a name. Raises ValueError for an unknown name."""
         self.find_adapter(name)
         gone = self._by_name.pop(name)
         self._note_unused(bytes.fromhex(gone.fingerprint))
@@ -93,14 +93,14 @@ class AdapterRegistry:
         return gone
 
     def find_adapter(self, name: str) -> Adapter:
-        """Return the adapter with this name. Raises ValueError if there is none."""
+        """Return the adapter named `name`. Raises ValueError for an unknown name."""
         found = self._by_name.get(name)
         if found is None:
             raise UnknownAdapter(f"the adapter {format_name(name)} is not loaded")
         return Adapter(name, bytes.fromhex(found.fingerprint))
 
     def check_held(self, adapter: Adapter) -> None:
-        """Raise ValueError if the worker has forgotten the adapter of a request that goes on."""
+        """Raise ValueError if the worker has dropped the adapter of a continued request."""
         if adapter.fingerprint in self._unused or any(
             each.fingerprint == adapter.fingerprint.hex() for each in self._by_name.values()
         ):
@@ -170,8 +170,8 @@ class AdapterRegistry:
 
 
 def open_registry(config: LoraConfig, executor: Executor) -> AdapterRegistry:
-    """Make the registry, and load the adapters that the settings name. Raises ConfigError with the
-    adapter's name for one that cannot be used."""
+    """Make the registry, and load the adapters that the settings name. Raises ConfigError, with the
+    adapter's name, for an unusable adapter."""
     if config.folder is not None and not config.folder.is_dir():
         raise ConfigError(f"--lora-dir {config.folder} is no directory; make it, or give another")
     registry = AdapterRegistry(config, executor)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core's measurements of its steps, and the settings that metrics show together with them.
+"""The core's measurements of its steps, and the settings that are reported with the metrics.
 
 All values are plain Python objects, because the call `stats` returns them."""
 
@@ -46,7 +46,7 @@ class CoreStats:
         for request in step.new_requests:
             self._max_tokens.observe_value(request.sampling_params.max_tokens)
         if result.connector_output is not None:
-            # The step waited for blocks being stored; this wait is not computing.
+            # The step's wait for blocks being stored is not computing.
             seconds -= result.connector_output.store_wait_seconds
         return self.savings.measure(step, seconds)
 

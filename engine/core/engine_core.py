@@ -63,18 +63,17 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 
 _IDLE_SECONDS = 5.0
-# Seconds for copies under way at shutdown, even when the time is up.
+# The least seconds for copies under way at shutdown, even if no time is left.
 MIN_COPY_SECONDS = 1.0
 
 
 class EngineCore:
     """The core of one served model.
 
-    Raises ConfigError, and then leaves nothing open, for settings, a model directory or tiers that
-    cannot work. `progress` is called with a line for each phase of the start. Up to
-    `max_steps_in_flight` steps are in flight; the default is two if steps are scheduled while
-    others are computed, else one. `observer` is called with every decision and must not change
-    any."""
+    A ConfigError, for settings, a model directory or tiers that cannot work, leaves nothing open.
+    `progress` is called with a line for each phase of the start. Up to `max_steps_in_flight` steps
+    are in flight; the default is 2 if a step is scheduled while another is computed, else 1.
+    `observer` is called with every decision, and must change none."""
 
     def __init__(
         self,
@@ -95,7 +94,8 @@ class EngineCore:
         self._placement = placement_of(config)
         device = self._placement.device
         if max_steps_in_flight is None:
-            # A CPU on the core's own thread computes and schedules in turn, with no overlap.
+            # With a CPU in the core's process, one thread computes and schedules in turn, without
+            # overlap.
             overlaps = config.executor == "mp" or device.type != "cpu"
             max_steps_in_flight = 2 if config.async_scheduling and overlaps else 1
         self._dtype = dtype_for(config, self.spec, device)
@@ -129,7 +129,7 @@ class EngineCore:
                 self._tiers = open_tiers(
                     config.offload,
                     self._groups.layout,
-                    # Digests of the other form do not carry the identity, so the store checks it.
+                    # Digests of `sha256_cbor` do not include the identity, so the store checks it.
                     identity.root() if config.cache.block_hash == "sha256_cbor" else b"",
                     self._progress,
                     device=config.model.device,
@@ -142,7 +142,7 @@ class EngineCore:
                 if config.role == "decode" and elsewhere is not None:
                     elsewhere.expect_prompts()
             self._build_engine(num_blocks)
-            for each in files:  # the files behind the block keys must be the ones that were loaded
+            for each in files:  # the hashed files must be the loaded files
                 each.check_unchanged()
             self.adapters = open_registry(config.lora, self.executor)
             self._request_builder = RequestBuilder(
@@ -266,7 +266,7 @@ class EngineCore:
             return True
         if self.adapters.find_unused(self._continuations.sessions.all_requests):
             return True
-        return not self.executor.is_alive  # a dead executor: the next step raises the reason
+        return not self.executor.is_alive  # with a dead executor the next step raises the reason
 
     def idle_seconds(self) -> float:
         """Return the seconds that the loop may wait for an event before it checks `has_work`
@@ -283,9 +283,9 @@ class EngineCore:
 
     def step(self) -> list[TokenOutput]:
         """Begin steps until `max_steps_in_flight` are in flight, and process the result of the
-        oldest. An error of the worker ends the requests of this step and of all later steps in
-        flight. Raises RuntimeError if the worker cannot recover (MAX_FAILED_STEPS errors in a row,
-        or a lost device)."""
+        oldest. An error of the worker ends the requests of the failed step and of all later steps
+        in flight. Raises RuntimeError if the worker cannot recover (MAX_FAILED_STEPS errors in a
+        row, or a lost device)."""
         outputs = self._adder.add_compiled() + self._adder.add_whole()
         stepped = self.steps.run_step()
         self.adapters.release_unused(self._continuations.sessions.all_requests)
@@ -351,7 +351,7 @@ class EngineCore:
             )
             self._observers.append(self._trace)
         state = self._groups.state
-        # Where possible before the weights are loaded: the scheduler may refuse the settings.
+        # The scheduler may refuse the settings, so it is made before the weights are loaded.
         self.scheduler = Scheduler(
             replace(
                 config.scheduler,
@@ -425,7 +425,7 @@ class EngineCore:
         return InProcessExecutor(runner)
 
     def _try_offload(self) -> None:
-        """Measure the costs of loading and computing, as first estimates, and report them."""
+        """Measure and report first estimates of the costs of loading and computing."""
         estimates = self._connector.estimates
         if estimates is None:
             return
@@ -488,7 +488,7 @@ class EngineCore:
         """Wait for copies and process their results, then close the tiers, within
         `timeout_seconds`."""
         deadline = time.monotonic() + max(0.0, timeout_seconds)
-        # Copies take milliseconds. If one hangs, half of the time is left for the tiers.
+        # Copies take milliseconds. If a copy hangs, half of the time is left for the tiers.
         copy_seconds = max(MIN_COPY_SECONDS, timeout_seconds / 2)
         output = None
         if self._executor is not None:

@@ -6,14 +6,14 @@
     result(handle)              waits for the tokens
 
 Steps are computed in the order in which they were dispatched, and each handle goes through the
-three calls once. A step may be dispatched after `sample` of the step before it; its input may be
-tokens that this sampling is still choosing. So the engine core calls `dispatch 1 · sample 1 ·
-dispatch 2 · result 1 · sample 2 · dispatch 3 · result 2`, and the device never waits. A mask may
-depend on the tokens of all earlier steps, because it is made during the forward pass.
+three calls once. A step may be dispatched after `sample` of the step before; its input may be
+tokens that are still being sampled. So the engine core calls `dispatch 1 · sample 1 · dispatch 2 ·
+result 1 · sample 2 · dispatch 3 · result 2`, and the device never waits. A mask may depend on the
+tokens of all earlier steps, because it is made during the forward pass.
 
-`result` raises the error of a step, whichever call caused it. A step that was already dispatched
-when an earlier step failed is refused (`SchedulerOutput.last_failed_id`). The copies of both steps
-are still made and reported."""
+`result` raises the error of a step, even if an earlier call caused the error. A step that was
+already dispatched when an earlier step failed is refused (`SchedulerOutput.last_failed_id`). The
+copies of both steps are still made and reported."""
 
 from __future__ import annotations
 
@@ -66,8 +66,7 @@ class Executor(ABC):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the executor can still compute. Once it is False, the next step raises the
-        reason."""
+        """Whether the executor can still compute. Otherwise the next step raises the reason."""
         return True
 
     def end_by(self, deadline: float) -> None:  # noqa: B027 - most have nothing to do
@@ -110,13 +109,12 @@ class Executor(ABC):
 
     @abstractmethod
     def drop_adapter(self, fingerprint: bytes) -> None:
-        """Drop an adapter from the worker. No request may have it."""
+        """Drop an adapter, which no request may have, from the worker."""
 
     @abstractmethod
     def shutdown(self, timeout_seconds: float = CLOSE_SECONDS) -> ConnectorWorkerOutput | None:
         """Wait up to `timeout_seconds` for copies to end, then release everything. Return the
-        transfers that the connector's worker side had not reported yet. Does nothing when
-        repeated."""
+        transfers that the connector's worker side had not reported yet. Idempotent."""
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         handle = self.dispatch(step)
@@ -226,7 +224,7 @@ class InProcessExecutor(Executor):
             return
         try:
             self.runner.sample(handle.begun, mask)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - `result` raises it
             handle.error, handle.begun = error, None
 
     def result(self, handle: StepHandle) -> ModelRunnerOutput:

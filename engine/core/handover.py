@@ -2,10 +2,9 @@
 """Holds back the last outputs of prompts until other engines can load the prompts' blocks.
 
     expect ──► (the request runs) ──► hold ──► its last blocks are given to the tiers ──►
-        others can load all of them, or will not ──► release
+        other engines can load all of the blocks, or never will ──► release
 
-Only the last output of a request is held back. Requests that end by an abort or an error are
-not."""
+Only the last output of a request is held back, unless the request ends by an abort or an error."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from ..request.handover_ticket import Ticket, params_digest
 from ..request.logprobs import PositionLogprobs
 from ..request.request import Request
 
-# For blocks to reach the tiers; copies of earlier blocks may delay them.
+# The longest wait until blocks are in the tiers; copies of earlier blocks may delay them.
 MOST_SECONDS = 10.0
 
 
@@ -32,7 +31,7 @@ class _Held:
     keys: list[bytes]
     given_when: int  # `BlockPool.num_given` when the tiers have its blocks
     give_up_at: float  # monotonic
-    is_moving: bool = False  # the connector has been told
+    is_moving: bool = False  # whether the connector moves the blocks
     is_second: bool = False
 
 

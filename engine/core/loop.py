@@ -2,8 +2,8 @@
 """The loop around an engine core: takes messages, runs steps while there is work, and emits
 outputs.
 
-A single thread runs the loop and calls the core. Any thread may call `submit`, `wake` and `stop`.
-The loop is the same in a core process and in a thread of the caller's process."""
+A single thread runs the loop and calls the core. Any thread may call `submit`, `wake` and `stop`. A
+core process and a thread of the caller's process run the same loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .client_calls.deferred import Deferred
 logger = logging.getLogger(__name__)
 
 QUEUE_MESSAGES = 8192
-# For messages between two steps: about as long as a step may take. Checking a request with a
+# The time for messages between two steps, about as long as a step. Checking a request with a
 # thousand biases takes milliseconds, during which running requests get no tokens.
 TAKE_SECONDS = 0.02
 
@@ -57,7 +57,7 @@ class Core(Protocol):
 
 
 class _Finished(NamedTuple):
-    """A deferred call whose future is done, for the loop's thread to finish."""
+    """A deferred call whose future is done, and which the loop's thread finishes."""
 
     call_id: int
     deferred: Deferred
@@ -79,8 +79,8 @@ class CoreLoop:
         self._core = core
         self._emit = emit
         self._queue: queue.Queue[_Message] = queue.Queue(QUEUE_MESSAGES)
-        # Without a limit: the thread that ends a call's work, which may be the loop's, must not
-        # wait for the loop.
+        # Without a limit, because the thread that ends a call's work, perhaps the loop's thread,
+        # must not wait for the loop.
         self._finished: queue.SimpleQueue[_Finished] = queue.SimpleQueue()
         self._broken: str | None = None
         self._stopping = threading.Event()
@@ -99,7 +99,7 @@ class CoreLoop:
         self._queue.put(_Answer(message), timeout=timeout_seconds)
 
     def break_off(self, reason: str) -> None:
-        """End the loop as if the core had failed. Used when a client's message cannot be read."""
+        """End the loop as if the core had failed. Called when a client's message cannot be read."""
         self._broken = reason
         self.wake()
 
@@ -108,7 +108,7 @@ class CoreLoop:
         try:
             self._queue.put_nowait(None)
         except queue.Full:
-            pass  # a full queue ends the wait as well
+            pass  # a full queue also ends the wait
 
     def stop(self) -> None:
         """Start an orderly shutdown after the present step."""
@@ -158,7 +158,7 @@ class CoreLoop:
         try:
             if may_wait:
                 self._handle(self._queue.get(timeout=self._core.idle_seconds()), outputs)
-            # Bounded in number and time, so that a flood of messages cannot delay the step.
+            # Bounded in number and time, so that many messages cannot delay the step.
             enough = time.monotonic() + TAKE_SECONDS
             for _ in range(self._queue.qsize()):
                 self._handle(self._queue.get_nowait(), outputs)
@@ -211,8 +211,7 @@ class CoreLoop:
 
 
 def _reply(call_id: int, execute: Callable[[], Any]) -> Reply | Deferred:
-    """Return the reply with the result of `execute`, or with its error. Return a deferred result
-    itself."""
+    """Return the reply with the result or the error of `execute`, or a Deferred unchanged."""
     try:
         result = execute()
         if isinstance(result, Deferred):

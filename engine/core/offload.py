@@ -30,13 +30,13 @@ Progress = Callable[[str], None]
 
 _PROGRESS_STEPS = 10
 NONE = "none"
-# Digest bytes of a secret: two secrets differ in 255 of 256 cases; a guess cannot be confirmed.
+# Digest bytes to compare secrets: one byte differs in 255 of 256 cases, and confirms no guess.
 _CHECK_BYTES = 1
 
 
 class OpenTiers(NamedTuple):
-    """The scheduler side and the worker side of a connector. If the worker side lives in another
-    process, `worker` is None, and `description` tells that process how to build it. In this case
+    """The scheduler side and the worker side of a connector. If the worker side is in another
+    process, `worker` is None, that process builds the worker side from `description`, and
     `note_ended` must be called with the number of copies that have ended."""
 
     side: KVConnectorScheduler
@@ -59,7 +59,7 @@ def open_tiers(
     """Open the connector over the tiers in the settings, for a pool on `device`. `with_worker` is
     False if the worker side lives in another process. `progress` is called with lines about the
     start, `prefill` has the cost of computing, and `parts` describes the cache groups, whose pages
-    have this layout. Raises ConfigError, and then leaves nothing open."""
+    have `layout`. A ConfigError leaves nothing open."""
     if parts is not None and parts.num_state_keys and offload.ssd.rounds:
         raise ConfigError(
             f"--kv-offload-ssd-codec {offload.ssd.codec} rounds K and V, and would spoil the "
@@ -101,8 +101,7 @@ def open_tiers(
 
 
 def parts_of(groups: CacheGroups) -> Parts:
-    """Describe the pages of a block of tokens, one per cache group, and which of them a group
-    reads."""
+    """Describe the pages of a block, one per cache group, and the blocks that a group reads."""
     seen = [None if each.is_full else each.first_seen for each in groups.attention]
     states = [] if groups.state is None else [StatePieces(groups.state.num_pages)]
     return Parts(groups.layout.block_size, [*seen, *states])

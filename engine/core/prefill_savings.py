@@ -4,10 +4,10 @@
     saved += tokens that were not computed  x  seconds per prompt token at their positions now
 
 The seconds per token are measured in steps that computed at least `MIN_PROMPT_TOKENS` of prompts,
-and depend on the position of the token in its prompt. Such a step may also have decoded one token
-for each of some other requests. The seconds for these rows are known from steps without prompts (by
-powers of two of the number of rows) and are subtracted. If no such step was measured yet, the mixed
-step is not used. Tokens saved before the first measurement do not count."""
+and depend on the position of the token in its prompt. A step with prompts may also decode one token
+for each of some other requests. The seconds for these decode rows, known from steps without prompts
+(by powers of two of the number of rows), are subtracted. Before such a step without prompts was
+measured, a mixed step is not used. Tokens saved before the first measurement do not count."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PrefillSavings:
         self._rate = PrefillRate() if rate is None else rate
         self._row_seconds: dict[int, float] = {}  # of a step without prompts, by log2 of its rows
         self._recorded: dict[str, float] = {}  # last value of each of the scheduler's counts
-        self.saved_seconds: dict[str, float] = {}  # by source: `pool` or a tier
+        self.saved_seconds: dict[str, float] = {}  # saved seconds by source (`pool` or a tier)
 
     @property
     def seconds_per_token(self) -> float | None:
@@ -52,7 +52,7 @@ class PrefillSavings:
         num_rows = len(step.num_scheduled_tokens)
         num_tokens = step.total_num_scheduled_tokens
         if step.draft_token_ids:
-            return None  # checked draft tokens are no prompt, and take longer than a decode
+            return None  # draft tokens are not prompt tokens, and take longer than a decode
         if num_tokens == num_rows:
             if num_rows:
                 self._measure_rows(num_rows, seconds)
@@ -71,8 +71,7 @@ class PrefillSavings:
         return cost
 
     def record_cost(self, cost: PromptCost) -> None:
-        """Record the cost of prompts that ran outside of steps; `measure` records those in
-        steps."""
+        """Record the cost of prompts computed outside of steps, which `measure` does not record."""
         self._rate.record_prefill(*cost)
 
     def add_counts(self, counts: Mapping[str, float]) -> None:

@@ -3,8 +3,8 @@
 ZMQ.
 
     input thread   blocks on the socket, decodes, fills the loop's bounded queue
-    watch thread   blocks on standard input and signals: the end of either ends the loop
-    main thread    steps the core; sends one message of outputs a step
+    watch thread   blocks on standard input and signals: end of file or a signal ends the loop
+    main thread    steps the core; sends one message of outputs per step
 
 Heavy packages are imported after the output socket is open, so that the client gets the error if a
 package is missing."""
@@ -38,12 +38,12 @@ from .start import CoreStart, read_start, tell_import
 if TYPE_CHECKING:
     from .engine_core import EngineCore
 
-# `__name__` is __main__ in this process.
+# The name is written out, because `__name__` is __main__ in this process.
 logger = logging.getLogger("stratakv.engine.core.process")
 
 _HIGH_WATER_MESSAGES = 1024
 _LINGER_MILLISECONDS = 2000
-# For the last message to a client that does not read; the tiers are still to be written.
+# The longest wait to send the last message to a client; the tiers must still be written then.
 _LAST_WORDS_SECONDS = 5.0
 _POLL_MILLISECONDS = 500
 # Added to the time for an orderly shutdown, for the step that is running.
@@ -79,12 +79,12 @@ class CoreServer:
             reader.start()
             self._send_to_client(core.ready())
             return 0 if self._loop.run() else EXIT_FAILED
-        except Exception as error:  # noqa: BLE001 - the client is told of the error
+        except Exception as error:  # noqa: BLE001 - the error is sent to the client
             return self._report_fatal(error)
         finally:
             self._ended.set()
             self._output.close()
-            self._context.term()  # ends the wait of the input thread too
+            self._context.term()  # also ends the wait of the input thread
 
     def _build(self) -> EngineCore:
         tell_import(logger.info)
@@ -136,8 +136,8 @@ class CoreServer:
 
     def _handle_frame(self, frame: bytes) -> None:
         """Decode a message and pass it to the loop. An unreadable message gets an error as its
-        answer, so that its client does not wait. If neither a request id nor a call id is readable,
-        the loop ends."""
+        answer, so that the client does not wait. The loop ends if no request id or call id is
+        readable."""
         assert self._loop is not None
         try:
             message = to_core_decoder.decode(frame)
@@ -157,7 +157,7 @@ class CoreServer:
                 hand_over(_POLL_MILLISECONDS / 1000)
                 return
             except queue.Full:
-                continue  # the step loop is behind; the full socket slows the sender down
+                continue  # the step loop is slow; the full socket slows the sender down
 
     def _watch_launcher(self, signals: socket.socket) -> None:
         """Stop the loop when the launcher ends or a signal comes. Exit by force if the shutdown
@@ -167,7 +167,7 @@ class CoreServer:
             selector.register(signals, selectors.EVENT_READ)
             selector.select()
         if self._loop is None:
-            os._exit(EXIT_FAILED)  # still loading: nothing is there to be saved
+            os._exit(EXIT_FAILED)  # still loading, so there are no blocks to save
         self._loop.stop()
         limit = self._start.config.offload.shutdown_seconds + _GRACE_SECONDS
         if not self._ended.wait(limit):
@@ -190,7 +190,7 @@ def _signal_pipe() -> socket.socket:
 
 def main() -> int:
     """Run the core with the settings from standard input."""
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal sends it to stop background writers
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # sent by a terminal to stop background writers
     try:
         start = read_start(sys.stdin.buffer, CoreStart)
     except (ValueError, msgspec.MsgspecError) as error:

@@ -41,7 +41,7 @@ from .request_builder import RequestBuilder, context_of
 
 logger = logging.getLogger(__name__)
 
-# A step's mask depends on all tokens before the step, so more steps cannot be ahead.
+# The most steps in flight with grammars: a step's mask depends on all tokens before the step.
 MOST_STEPS_WITH_GRAMMAR = 2
 
 
@@ -142,8 +142,8 @@ class RequestAdder:
         ]
 
     def _check_free(self, request_id: str) -> None:
-        """Raise, before the request is built, if the queue is full, or if a request that waits for
-        its grammar or a session has the same id."""
+        """Raise, before the request is built, if the queue is full, or if the id is in use by a
+        session or by a request that waits for its grammar."""
         self._scheduler.check_queue()
         if request_id in self.grammars or request_id in self._sessions:
             raise ValueError(f"request id {request_id!r} is in use; give each its own")
@@ -170,7 +170,7 @@ class RequestAdder:
         return outputs
 
     def _take_compiled(self, waiting: Waiting) -> list[TokenOutput]:
-        """Allow a request to run whose grammar is compiled. End it if the compilation failed."""
+        """Allow a request with a compiled grammar to run. End it if the compilation failed."""
         request_id = waiting.message.request_id
         if waiting.compilation.error:
             output = _output_without_grammar(waiting)

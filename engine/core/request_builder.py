@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """RequestBuilder: makes the scheduler's Request from a client's message.
 
-The builder checks the parts of a message that depend on the model's vocabulary and context
-length."""
+The builder checks a message against the model's vocabulary and context length."""
 
 from __future__ import annotations
 
@@ -82,8 +81,8 @@ class RequestBuilder:
         params, num_tokens = built.sampling_params, built.num_prompt_tokens
         needs_prompt = params.prompt_logprobs is not None or built.tail_hash is None
         needs_prompt = needs_prompt or built.routed_from is not None
-        # With a grammar, the ticket's first token is unused: this engine chooses it by the grammar
-        # that it compiles, and computes the prompt's last token again.
+        # With a grammar, the ticket's first token is unused: this engine samples that token by its
+        # own compiled grammar, and computes the prompt's last token again.
         needs_prompt = needs_prompt or params.structured_outputs is not None
         is_good = not needs_prompt and fits(ticket, built.prompt_digest(), num_tokens, params)
         if not is_good:
@@ -106,9 +105,10 @@ class RequestBuilder:
         adapter_of: Request | None = None,
     ) -> Request:
         """Build a request. `fork_of` is a request built from the same message, except for id and
-        parameters. `continued` has an ended request of the same message and more tokens; its prompt
-        and these tokens form the new prompt. `adapter_of` is a request whose adapter the new
-        request has. Raises ValueError for invalid tokens and unsupported parameters."""
+        parameters. `continued` has an ended request of the same message and more tokens; the ended
+        request's prompt and these tokens form the new prompt. `adapter_of` is a request whose
+        adapter the new request has. Raises ValueError for invalid tokens and unsupported
+        parameters."""
         check_priority(request.priority, self._takes_priority)
         if request.sampling_params.n != 1:
             raise ValueError(
@@ -129,7 +129,7 @@ class RequestBuilder:
         _check_vocabulary(params, self._vocab_size)
         most = self._max_model_len - len(tokens)
         if extras.asked_elsewhere and self._role == "prefill":
-            most = min(most, 1)  # the other node computes the rest
+            most = min(most, 1)  # the other node generates all further tokens
         self._check_pooling(extras)
         # Cached tokens are not computed, so they have no logits and no hidden states to report.
         needs_all_rows = params.prompt_logprobs is not None or extras.pooling == MEAN
@@ -161,8 +161,8 @@ class RequestBuilder:
         return extras.pictures
 
     def _adapter_of(self, extras: RequestExtras, before: Request | None) -> Adapter | None:
-        """Return the adapter of a request: that of the request which it continues, else the one
-        that its name means now. Raises ValueError if there is none."""
+        """Return the adapter of a request: the adapter of the request that it continues, else the
+        adapter with its adapter name. Raises ValueError for an unknown name."""
         if before is not None:
             if before.adapter is not None and self._adapters is not None:
                 self._adapters.check_held(before.adapter)
@@ -179,7 +179,7 @@ class RequestBuilder:
 
     def elsewhere(self, request: AddRequest) -> Elsewhere:
         """Return whether the message shows that another engine computes this prompt now. If two
-        nodes get the same prompt at once, the decode node waits for the other."""
+        nodes get the same prompt at once, the decode node waits for the prefill node."""
         extras, decodes = request.extras or NO_EXTRAS, self._role == "decode"
         if self._role == "prefill" or extras.hand_over or extras.ticket is not None:
             return Elsewhere.NO
@@ -219,8 +219,7 @@ class RequestBuilder:
             )
 
     def _check_embeds(self, request: AddRequest, num_tokens: int) -> EmbedArray | None:
-        """Return a request's prompt embeddings, or None. Raise ValueError unless each token has
-        one."""
+        """Return a request's prompt embeddings, or None. Raise ValueError if a token has none."""
         data = b"" if request.extras is None else request.extras.prompt_embeds
         if not data:
             return None
@@ -294,7 +293,7 @@ def _check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _fit_max_tokens(params: SamplingParams, room: int) -> SamplingParams:
-    """Limit `max_tokens` to `room`, but at least to 1: other code refuses a prompt without room."""
+    """Limit `max_tokens` to `room`, and to at least 1: other code refuses a prompt without room."""
     if params.max_tokens <= room:
         return params
     most = max(room, 1)

@@ -2,7 +2,7 @@
 """The single message from the launcher to a new core process, over the process's standard input.
 
 The format is a length (u32, little-endian), then msgpack. The launcher then keeps the pipe open
-without sending more: end of file tells the core that the launcher has ended."""
+without sending more: end of file means that the launcher has ended."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class CoreStart(msgspec.Struct):
     """All settings that a core process needs to start."""
 
     config: EngineConfig
-    to_core_endpoint: str  # the core pulls from here
-    from_core_endpoint: str  # and pushes to here
+    to_core_endpoint: str  # the address from which the core pulls messages
+    from_core_endpoint: str  # the address to which the core pushes messages
     log_level: str
     log_json: bool = False
 
@@ -52,15 +52,14 @@ def read_start(stream: BinaryIO, kind: type[Start]) -> Start:
 
 
 def tell_import(progress: Callable[[str], None]) -> None:
-    """Report that torch will be imported, unless it is already. The import takes seconds, or half a
-    minute on a busy machine or a cold disk, and reports nothing itself."""
+    """Report that torch will be imported, unless it already is. The import takes seconds, or half a
+    minute on a busy machine or a cold disk."""
     if "torch" not in sys.modules:
         progress("importing torch")
 
 
 def encode_path(value: Any) -> Any:
-    """Encode a Path as text. Raises NotImplementedError for another type that msgspec does not
-    know."""
+    """Encode a Path as text. Raises NotImplementedError for another type."""
     if isinstance(value, Path):
         return str(value)
     raise NotImplementedError(f"no encoding for {type(value).__name__}")

@@ -4,8 +4,8 @@ steps in flight.
 
     schedule ──► dispatch (forward pass begins) ──► sample (grammars' masks) ──► result ──► update
 
-Up to `depth` steps are in flight, and the oldest comes back first. A step is sampled when the step
-before it has come back, or earlier, when the next step is about to be dispatched."""
+Up to `depth` steps are in flight, and the result of the oldest step comes first. A step is sampled
+after the result of the step before it, or earlier, when the next step is about to be dispatched."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from .executor import Executor, ExecutorDied, StepHandle
 
 logger = logging.getLogger(__name__)
 
-# After so many faults in a row the worker will not recover; a single bad request seldom fails more
-# than its own step. A lost device is given up at once.
+# The most failed steps in a row, after which the worker counts as lost; a single bad request seldom
+# fails more than its own step. A lost device counts at once.
 MAX_FAILED_STEPS = 5
 
 
@@ -55,13 +55,13 @@ class StepPipeline:
     depth: int
     num_failed_steps: int = field(init=False, default=0)
     in_flight: deque[DispatchedStep] = field(init=False, default_factory=deque)  # the oldest first
-    # Last outputs of requests that end without a token of a step.
+    # The last outputs of requests that ended without a token of a step.
     _ended: list[TokenOutput] = field(init=False, default_factory=list)
-    _last_ended: float = field(init=False, default=0.0)  # when the last step came back
+    _last_ended: float = field(init=False, default=0.0)  # when the last result came
 
     def run_step(self) -> list[TokenOutput]:
-        """Begin steps until `depth` are in flight. Process the result of the oldest and return its
-        outputs. An error of the worker ends the requests of this step and of all later steps in
+        """Begin steps until `depth` are in flight. Process the result of the oldest step and return
+        its outputs. An error of the worker ends the requests of this step and all later steps in
         flight.
 
         Raises RuntimeError if the worker cannot recover (after MAX_FAILED_STEPS in a row, or with a
@@ -73,13 +73,13 @@ class StepPipeline:
             except ExecutorDied:
                 if not in_flight:
                     raise
-                break  # steps that the worker answered before are still to be delivered
+                break  # the results of earlier steps are still to be delivered
         step = in_flight.popleft()
         output = step.handle.step
         try:
             self._sample(step)
             result = self.executor.result(step.handle)
-        except Exception as error:  # noqa: BLE001 - it is logged, and told to the requests
+        except Exception as error:  # noqa: BLE001 - logged, and sent with the outputs
             return self._fail_step(output, error)
         if output.num_scheduled_tokens:
             self.num_failed_steps = 0
@@ -89,11 +89,11 @@ class StepPipeline:
         if (speculation := self.scheduler.speculation) is not None:
             speculation.note_step(output, result, now - began)
         outputs = self.continuations.take(self.scheduler.update_from_output(output, result))
-        if in_flight:  # sampled now, so that the worker does not wait for the counts below
+        if in_flight:  # sampled before the counts below, so that the worker does not wait
             try:
                 self._sample(in_flight[0])
             except ExecutorDied:
-                pass  # the next call raises it; these tokens are still to be delivered
+                pass  # the next call raises it; the tokens are delivered before
         self.stats.savings.add_counts(self.scheduler.counts)
         return outputs + self._take_ended()
 
@@ -121,7 +121,7 @@ class StepPipeline:
             try:
                 self._sample(step)
                 result = self.executor.result(step.handle)
-            except Exception as error:  # noqa: BLE001 - steps after a failed one should fail
+            except Exception as error:  # noqa: BLE001 - steps after a failed step should fail
                 logger.debug("a step was given up: %s", error)
             outputs += self.continuations.take(self.scheduler.give_up_step(output, result))
         return outputs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter: a LoRA adapter as requests refer to it."""
+"""Adapter: a LoRA adapter in a request."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 
 class Adapter(NamedTuple):
-    """An adapter that is loaded under a name. The keys of its blocks have the fingerprint alone, so
-    one name never finds the blocks of its predecessor, and equal adapters share theirs."""
+    """An adapter that is loaded under a name. The keys of blocks include the fingerprint and not
+    the name. So equal adapters share blocks, and a reused name finds no old blocks."""
 
     name: str
-    fingerprint: bytes  # 32 bytes: everything in the adapter that can change a token
+    fingerprint: bytes  # 32-byte digest of everything in the adapter that can change a token

@@ -12,7 +12,7 @@ from ...tiers.settings.format import format_value
 from .sampling_params import SamplingParams
 
 MAX_BEAM_WIDTH = 64
-MAX_LENGTH_PENALTY = 16.0  # and the least is its negative; scores of all lengths stay finite
+MAX_LENGTH_PENALTY = 16.0  # the least is -16; keeps scores of all lengths finite
 _WITHOUT_EFFECT = (
     "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "bad_words", "structured_outputs", "repetition_detection", "stop", "stop_token_ids",
@@ -25,12 +25,12 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     """A beam search, which returns `beam_width` answers, the best first.
 
     The score of an answer is the sum of its tokens' log-probabilities divided by its number of
-    tokens to the power of `length_penalty`. `early_stopping` sets when a search that has
-    `beam_width` finished answers ends: True ends it at once; False ends it when no unfinished beam,
-    at its present length, scores above the worst finished answer; "never" ends it when no beam
-    could score above that answer at any length. Scores use the log-probabilities before
-    temperature, so `temperature` has no effect, as in vLLM. With `ignore_eos`, every answer has
-    `max_tokens` tokens. Raises ValueError, which names the field, for an invalid value."""
+    tokens to the power of `length_penalty`. `early_stopping` sets when a search with `beam_width`
+    finished answers ends. With True the search ends at once. With False the search ends when no
+    unfinished beam, at its present length, scores above the worst finished answer; with "never",
+    when no beam could score above that answer at any length. Scores use the log-probabilities
+    before temperature, so `temperature` has no effect, as in vLLM. With `ignore_eos`, every answer
+    has `max_tokens` tokens. Raises ValueError, which names the field, for an invalid value."""
 
     beam_width: int
     max_tokens: int

@@ -21,12 +21,11 @@ from .sampling_params import SamplingParams
 
 PROTOCOL_VERSION = 1
 
-# Reasons to abort a request whose client reads no further.
+# The reasons for which a client aborts a request.
 ABORTED = "abort"
 STOPPED = "stop"
 
-# The model's logits for a request were not finite. Blocks that are forgotten for this reason are
-# counted under this name too.
+# The error code for logits that are not finite; also the counted cause of blocks dropped then.
 NOT_FINITE = "not_finite"
 PROCESSOR_FAILED = "logits_processor_failed"  # a processor of another package raised
 # The grammar of an answer cannot be compiled, or cannot be followed to its end.
@@ -49,29 +48,28 @@ class RequestExtras(
     msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, frozen=True
 ):
     """Optional fields of an `AddRequest`. The fields are encoded by name, so a new field does not
-    change the array layout of `AddRequest`. A core refuses a request with a field that it does not
-    know."""
+    change the array layout of `AddRequest`. A core refuses a request with an unknown field."""
 
     session: str = ""  # the same for all turns of a conversation or of an agent's job
     is_last_step: bool = False  # no other turn of the job follows
     tool: str = ""  # the tool whose result this turn has; "": no tool, or unknown
     kv_transfer: dict[str, Any] = {}  # passed unchanged to the connector and its tiers
-    # The last output waits until others can load the prompt's blocks, and has a ticket.
+    # Whether the last output has a ticket, and waits until other engines can load the blocks.
     hand_over: bool = False
     ticket: Ticket | None = None  # from the node that computed the prompt
-    computed_elsewhere: bool = False  # another node computes the prompt at this moment
+    computed_elsewhere: bool = False  # another node computes the prompt now
     asked_elsewhere: bool = False  # a node of another role got the same request at the same time
     # A safetensors file of embeddings in place of the prompt's tokens, which are zeros.
     prompt_embeds: bytes = b""
     # `last` or `mean`: the prompt's embedding is to come with the first token; "": no embedding.
     pooling: str = ""
     forks: list[Fork] = []  # further answers to this prompt, queued with the request
-    # True: the prompt goes on, and an ExtendPrompt brings its next part.
+    # Whether an ExtendPrompt brings the next part of the prompt.
     more_follows: bool = False
-    # This request and its forks are the answers of a beam search.
+    # The beam search whose answers are this request and its forks; None: no beam search.
     beams: BeamSearchParams | None = None
     adapter: str = ""  # the name of the adapter that answers; "": the model alone
-    pictures: list[Picture] = []  # in the order of their tokens in the prompt
+    pictures: list[Picture] = []  # in prompt order
 
 
 NO_EXTRAS = RequestExtras()
@@ -110,7 +108,7 @@ class ExtendPrompt(msgspec.Struct, tag="extend", array_like=True):
     # Little-endian int32. Empty: the client has sent a part whose tokens are not certain yet.
     prompt_token_ids: bytes
     is_last: bool = False
-    # How many of the tokens sent before belong to the prompt; -1: all of them.
+    # How many of the tokens in earlier parts belong to the prompt; -1: all of these tokens.
     num_kept: int = -1
 
 
@@ -142,8 +140,8 @@ class ToolCalled(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LoadAdapter(msgspec.Struct, forbid_unknown_fields=True):
-    """Load the adapter in a folder under a name. With `replaces`, the name may be in use: requests
-    that run keep the adapter that they began with."""
+    """The call that loads the adapter in a folder under a name. With `replaces`, the name may be in
+    use; running requests keep the adapter with which they began."""
 
     name: str
     path: str
@@ -151,7 +149,7 @@ class LoadAdapter(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class UnloadAdapter(msgspec.Struct, forbid_unknown_fields=True):
-    """Forget the name of an adapter. Requests that run keep the adapter."""
+    """The call that drops the name of an adapter. Running requests keep the adapter."""
 
     name: str
 
@@ -174,25 +172,25 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     new_token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    # With the first token of a request:
+    # Only with the first token of a request:
     num_cached_tokens: int | None = None
     cached_tokens_by_tier: dict[str, int] | None = None  # name in `Ready.tiers` → tokens
     error: str | None = None
-    # With the first token (so far) and with the last output: queue, prefill, ... in seconds.
+    # Seconds in the queue, in prefill, ..., with the first token and with the last output.
     timings: dict[str, float] | None = None
-    # For errors on which a client can act: OVERLOADED, INVALID_GRAMMAR, UNKNOWN_ADAPTER,
-    # WRONG_PICTURES.
+    # The code of an error to which a client can react: OVERLOADED, INVALID_GRAMMAR,
+    # UNKNOWN_ADAPTER, WRONG_PICTURES.
     error_code: str | None = None
-    # If requested: an entry for each new token; with the first token, for each prompt token.
+    # Requested log-probabilities of each new token; the prompt's come with the first token.
     logprobs: list[PositionLogprobs] | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    # With the last output, if the prompt was handed over.
+    # The ticket of a handed-over prompt, with the last output.
     ticket: Ticket | None = None
-    # With the first token, if requested: little-endian float64 `[hidden]`.
+    # A requested embedding, with the first token: little-endian float64 `[hidden]`.
     embedding: bytes | None = None
-    # If requested: experts of computed tokens; the last entry of a repeated position counts.
+    # Requested experts of computed tokens; the last entry of a repeated position counts.
     routed_experts: list[RoutedRows] | None = None
-    # With the last output: the grammar ended the request, not a token.
+    # Whether the grammar, not a token, ended the request; with the last output.
     ends_without_token: bool = False
 
 
@@ -200,7 +198,7 @@ class Outputs(msgspec.Struct, tag="outputs", array_like=True):
     """All `TokenOutput`s of one engine step."""
 
     outputs: list[TokenOutput]
-    num_failed_steps: int = 0  # failed since the worker's last good step
+    num_failed_steps: int = 0  # steps failed since the last good step
 
 
 class Reply(msgspec.Struct, tag="reply", array_like=True):
@@ -220,18 +218,18 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     num_blocks: int
     block_size: int
     eos_token_ids: list[int]
-    # Names of the places from which prompt tokens can come without being computed.
+    # The names of the pool and of the tiers from which cached prompt tokens can come.
     tiers: tuple[str, ...] = ("pool",)
     tiers_down: list[str] = []
     hidden_size: int = 0  # how many numbers a prompt embedding has
-    identity: dict[str, str] = {}  # values that another engine must share to find its blocks
+    identity: dict[str, str] = {}  # values that engines must share to find each other's blocks
     takes_priority: bool = False  # whether requests may have a priority
     tells_experts: bool = False  # whether answers may have the experts of their tokens
     pins_turns: bool = False  # whether blocks are kept between the turns of a job
     largest_embedding: float = math.inf  # the largest number of the model's type
     session_idle_seconds: float = 0.0  # time that a prompt in parts may wait for its next part
-    adapters: list[LoadedAdapter] = []  # loaded at the start
-    max_adapters: int = 0  # in one step; 0: the model takes none
+    adapters: list[LoadedAdapter] = []  # adapters loaded at the start
+    max_adapters: int = 0  # different adapters in one step; 0: no adapters
 
 
 class Fatal(msgspec.Struct, tag="fatal", array_like=True):

@@ -14,15 +14,15 @@ import msgspec
 from .logprobs import PositionLogprobs
 from .sampling_params import SamplingParams
 
-# Parameters without influence on the first token.
+# The defaults of parameters without influence on the first token.
 _LATER = {
     "max_tokens": 1, "stop": (), "include_stop_str_in_output": False, "skip_special_tokens": True,
     "bad_words": (), "logprobs": None, "prompt_logprobs": None, "repetition_detection": None,
     "skip_reading_prefix_cache": False, "routed_experts_prompt_start": None,
 }  # fmt: skip
-# Parameters that engines of before 2026-11-30 do not know: where they have their default, they are
-# left out of the digest, so that nodes of either version take each other's tickets. A parameter
-# that is added to SamplingParams is added here too.
+# The defaults of parameters that engines from before 2026-11-30 lack. A parameter with its default
+# is left out of the digest, so that old and new nodes accept each other's tickets. Every new field
+# of SamplingParams must be added here.
 _ADDED = {"routed_experts_prompt_start": None}
 _DIGEST_CHARACTERS = 32
 
@@ -42,7 +42,7 @@ class Ticket(
 def params_digest(params: SamplingParams) -> str:
     """Return a digest of sampling parameters. Parameters have equal digests if they differ only in
     fields without influence on the first output token."""
-    # `min_tokens` above 0 bans the tokens that end an answer from the first place.
+    # With `min_tokens` above 0, end tokens are banned as the first token.
     stops = {} if params.min_tokens else {"stop_token_ids": (), "ignore_eos": False}
     same = msgspec.structs.replace(params, **_LATER, **stops, min_tokens=min(1, params.min_tokens))
     told = msgspec.structs.asdict(same)

@@ -2,7 +2,7 @@
 """Picture: a picture, or a tile of one, that stands for a run of tokens in a prompt.
 
 The prompt has one placeholder token for each embedding of the picture. The digest covers the pixels
-and everything else that decides the embeddings, so equal digests mean equal embeddings.
+and all other inputs of the embeddings, so equal digests mean equal embeddings.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-MAX_PICTURES = 1024  # of one request; a tile counts as one
+MAX_PICTURES = 1024  # in one request; a tile counts as a picture
 
 
 class Picture(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A processed picture."""
 
     digest: bytes  # 32 bytes
-    start: int  # its first token in the prompt
+    start: int  # the picture's first token in the prompt
     num_tokens: int
-    height: int  # of the processed pixels
+    height: int  # of the processed picture
     width: int
     pixels: bytes = b""  # uint8 `[height, width, 3]`; b"": sent with another message
 

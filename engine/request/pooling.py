@@ -22,7 +22,7 @@ from .sampling_params import SamplingParams
 
 Vector = NDArray[np.float64]
 
-# The engine makes one token at least, which is dropped.
+# The engine generates at least one token, which is dropped.
 EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 _MAX_LISTED = 1024  # entries of a config.json's list
 
@@ -30,7 +30,7 @@ _MAX_LISTED = 1024  # entries of a config.json's list
 @dataclass(frozen=True, slots=True)
 class Dimensions:
     """The vector lengths that a client may ask for. The full length is always allowed.
-    `may_be_fewer` allows smaller lengths: those in `listed`, or any if `listed` is empty."""
+    `may_be_fewer` allows smaller lengths: the lengths in `listed`, or any if that is empty."""
 
     may_be_fewer: bool = False
     listed: tuple[int, ...] = ()

@@ -17,7 +17,7 @@ EmbedArray = npt.NDArray[np.floating[Any]]
 # The name of a type in a safetensors file -> the numpy type of its bytes.
 _TYPES = {"F16": "<f2", "BF16": "<u2", "F32": "<f4", "F64": "<f8"}
 _LENGTH_BYTES = 8
-# A header with one tensor has some hundred bytes; the rest of the limit is for metadata.
+# A header with one tensor has some hundred bytes; the limit leaves room for metadata.
 MAX_HEADER_BYTES = 64 * 1024
 _METADATA = "__metadata__"
 
@@ -31,7 +31,7 @@ class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class EmbedsError(ValueError):
-    """The bytes are no prompt embeddings of this model. The error's text says why."""
+    """The error, with its reason, for bytes that are not prompt embeddings of this model."""
 
 
 def read_embeds(
@@ -125,7 +125,7 @@ def _only_tensor(data: bytes) -> tuple[_Tensor, memoryview]:
 
 
 def _floats(values: npt.NDArray[Any], name: str) -> EmbedArray:
-    if name == "BF16":  # the upper half of a float32
+    if name == "BF16":  # bfloat16 is the upper half of a float32
         wide = values.astype("<u4") << np.uint32(16)
         return wide.view("<f4").astype(np.float32, copy=False)
     return values.astype(np.float64 if name == "F64" else np.float32)

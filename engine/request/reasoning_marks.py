@@ -27,8 +27,8 @@ class Mark:
     def __init__(self, token_ids: Sequence[int]) -> None:
         """`token_ids` must not be empty."""
         self.token_ids = tuple(token_ids)
-        # For each number of matched tokens, the next smaller number of first tokens that they also
-        # end with (Knuth, Morris, Pratt).
+        # The failure function of Knuth, Morris and Pratt: for each number of matched tokens, the
+        # length of the longest shorter prefix of the mark that they end with.
         self._fallback = [0] * len(self.token_ids)
         matched = 0
         for index in range(1, len(self.token_ids)):
@@ -70,8 +70,8 @@ class ThoughtTracker:
         self._start, self._end = start, end
         self._start_matched = 0
         self.is_inside = is_inside
-        # The number of tokens of the thought so far, 0 outside a thought; and how many of the end
-        # mark's first tokens end the sequence. These count as thought until the mark is whole.
+        # The number of tokens of the thought so far, 0 outside a thought, and how many first tokens
+        # of the end mark end the sequence. Tokens of an incomplete end mark count as thought.
         self.length = 0
         self.end_matched = 0
 
@@ -86,7 +86,7 @@ class ThoughtTracker:
         tracker = cls(start, end)
         marks = [(place, True) for place in start.ends_in(prompt)]
         marks += [(place, False) for place in end.ends_in(prompt)]
-        last = 0  # the position behind the mark that counted last
+        last = 0  # the position after the last mark that counted
         for place, is_start in sorted(marks):
             size = len(start) if is_start else len(end)
             if place - size >= last and (is_start or tracker.is_inside):
@@ -134,7 +134,7 @@ class ThoughtCounter:
 
     def count_thoughts(self, token_ids: Iterable[int], *, is_last: bool = False) -> int:
         """Count the thought tokens among the output's next tokens, and return the increase, never
-        less than 0. Tokens that may begin an end mark count once they prove not to, or with
+        less than 0. Tokens that may begin an end mark count once no end mark follows, or with
         `is_last`."""
         before, tracker = self.count, self._tracker
         for token_id in token_ids:

@@ -27,7 +27,7 @@ from .pictures import Picture
 from .routed_rows import RoutedRows
 from .sampling_params import SamplingParams
 
-# Token ids travel to the core, and are hashed, as little-endian int32. The core checks their range.
+# Token ids are sent to the core, and hashed, as little-endian int32. The core checks their range.
 BYTES_PER_TOKEN = 4
 
 _PROMPT = b"stratakv.prompt"
@@ -61,7 +61,7 @@ class BlockHasher(NamedTuple):
     root: bytes  # the digest of the identity of all engines that share these blocks
     # The digests (32 bytes each) of a request's full blocks that its `block_hashes` lack.
     digests: Callable[[Request], list[bytes]]
-    # The digest of a request's prompt tokens behind the full blocks; b"" without such tokens.
+    # The digest of a request's prompt tokens after the full blocks; b"" without such tokens.
     tail: Callable[[Request], bytes]
 
 
@@ -77,9 +77,9 @@ class RequestStatus(enum.IntEnum):
     FINISHED_LENGTH_CAPPED = enum.auto()
     FINISHED_ABORTED = enum.auto()
     FINISHED_ERROR = enum.auto()
-    FINISHED_NOT_FINITE = enum.auto()  # the model's logits for it were not finite numbers
+    FINISHED_NOT_FINITE = enum.auto()  # the model's logits were not finite numbers
     FINISHED_REPETITION = enum.auto()  # the answer had begun to repeat itself
-    FINISHED_PROCESSOR_FAILED = enum.auto()  # a logits processor raised for it
+    FINISHED_PROCESSOR_FAILED = enum.auto()  # a logits processor of the request raised
 
     @property
     def is_finished(self) -> bool:
@@ -114,7 +114,7 @@ class LoadKind(enum.Enum):
     """The kind of a KV load from a tier that is under way for a request."""
 
     BLOCKING = "blocking"  # the request computes nothing until the connector reports the load
-    OVERLAPPED = "overlapped"  # the request runs meanwhile
+    OVERLAPPED = "overlapped"  # the request runs during the load
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class DraftRecord:
     num_drafts: float = 0.0  # drafts of a step, averaged with more weight on newer steps
     num_accepted: float = 0.0  # accepted drafts, averaged in the same way
     num_pauses: int = 0  # pauses in a row
-    resume_at: int = 0  # it gets drafts again from this number of tokens on
+    resume_at: int = 0  # drafts resume at this number of tokens
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ class Progress:
     Timestamps are seconds of the monotonic clock, and None before the event."""
 
     end_ids: frozenset[int] = frozenset()
-    is_known: bool = False  # the worker has the request
+    is_known: bool = False  # whether the worker has the request
     scheduled: float | None = None
     first_token: float | None = None
     prompt_logprobs: PromptLogprobs | None = None  # came with a dropped token
@@ -151,9 +151,9 @@ class Progress:
     # None: no copy writes to its blocks. BLOCKING outlives the request until the load is reported.
     load: LoadKind | None = None
     load_seconds: float = 0.0
-    # Tokens that the last load brought, by tier, until the request runs.
+    # Tier → tokens that the last load brought, until the request runs.
     loaded_by_tier: dict[str, int] = field(default_factory=dict)
-    # Leading tokens that existed or that a tier had promised but that may be missing, and why.
+    # How many leading tokens were computed or found before but may be missing, and why.
     lost_tokens: int = 0
     lost_cause: str = ""
     drafting: DraftRecord | None = None  # with speculation, after the first decode
@@ -161,9 +161,9 @@ class Progress:
     forks: dict[Request, RequestContext] = field(default_factory=dict)
     kept: KeptEnd | None = None
     # Leading tokens whose K and V another request had, but whose states were missing: a checkpoint
-    # is due behind them (`engine/cache/state_checkpoints.py`).
+    # is due after these tokens (`engine/cache/state_checkpoints.py`).
     junction: int = 0
-    # Set if it goes on in kept blocks: with it the tiers are asked if the blocks are given up.
+    # The context for look-ups in the tiers, if the request continues in kept blocks.
     context: RequestContext | None = None
 
     def lose(self, num_tokens: int, cause: str) -> None:
@@ -262,51 +262,52 @@ class Request:
         self.arrival_seconds = time.monotonic() if arrival_seconds is None else arrival_seconds
         self.cache_salt = cache_salt
         self.adapter = adapter
-        # [num_prompt_tokens, hidden]: the model's input in place of the prompt's tokens.
+        # [num_prompt_tokens, hidden]: the model's input instead of the prompt's token ids.
         self.prompt_embeds = prompt_embeds
-        self.pictures = pictures  # in the order of their tokens
+        self.pictures = pictures  # pictures in prompt order
         self.skip_reading_prefix_cache = skip_reading_prefix_cache
-        # The first token whose experts are reported, so it is computed; None: no experts.
+        # The first token whose experts are reported (so it is computed); None: no experts.
         self.routed_from = routed_from
         self.pooling = pooling  # see `RequestExtras`
-        self.priority = priority  # lower is earlier, under policies that use it
+        self.priority = priority  # a lower number comes first, if the policy uses it
         # The name of an agent's job, unique to its tenant; b"" without a job.
         self.job = job_key(cache_salt, job_id) if job_id else b""
         self.job_id = job_id
         self.tenant = tenant  # "": shared by all clients without a tenant
-        # The id of a request with the same prompt. Both choose their first token in one step.
+        # The id of a request with the same prompt, which gets its first token in the same step.
         self.fork_of = "" if fork_of is None else fork_of.request_id
-        # Until this request runs: the request that it continues. It goes on in the other's blocks
-        # if they are kept.
+        # The request that this one continues, until this request runs; kept blocks of the other
+        # request are then used.
         self.continues = continues
-        self.keeps_blocks = False  # True: other requests continue this one after its end
+        self.keeps_blocks = False  # whether other requests continue this request after its end
         self.num_likeliest = 0  # see `NewRequestData`
         self.is_last_step = is_last_step
         self.number = next(_numbers)  # counts the requests of this process in order
 
         self.num_prompt_tokens = len(prompt_token_ids)
-        # Copied here, because they are read after every token.
+        # Copied from the parameters, because every token reads these values.
         self.max_tokens = sampling_params.max_tokens
         self.repetition_detection = sampling_params.repetition_detection
-        # Limit of prompt and output together; a scheduler with a shorter context lowers it.
+        # The limit of prompt and output together, which a scheduler may lower.
         self.max_num_tokens = self.num_prompt_tokens + self.max_tokens
         self._tokens: TokenArray = np.empty(self.max_num_tokens, np.int32)
         self._tokens[: self.num_prompt_tokens] = prompt_token_ids
         self._num_packed = self.num_tokens = self.num_prompt_tokens
-        # A list as well, because samplers and stop checks read its newest entries by reference.
+        # The output is also a list, whose newest entries samplers and stop checks read by
+        # reference.
         self.output_token_ids: list[int] = []
 
         self.num_computed_tokens = 0
         self.num_external_computed_tokens = 0
         self.num_placeholders = 0
         self.draft_token_ids: Sequence[int] = ()
-        # The worker's own `num_computed_tokens`; -1: the worker has none.
+        # The worker's `num_computed_tokens` of the request; -1: the worker has no such number.
         self.num_told_tokens = -1
         self.num_cached_tokens = -1  # set once, when first scheduled
         self.cached_tokens_by_tier: dict[str, int] = {}
         self.num_preemptions = 0
-        # True: no look-up in the tiers. After a failed load another look-up could loop for ever. If
-        # it continues a request that has just ended, no tier has more than the pool.
+        # Whether the tiers are not looked up: after a failed load, look-ups could repeat without
+        # end; after a request that this one continues, no tier has more than the pool.
         self.external_load_failed = continues is not None or routed_from is not None
 
         self.status = RequestStatus.WAITING
@@ -318,11 +319,11 @@ class Request:
         if (before := fork_of or continues) is not None and block_hasher is not None:
             num_common = min(before.num_prompt_tokens, self.num_prompt_tokens)
             self.block_hashes = before.block_hashes[: num_common // block_hasher.block_size]
-        self._hash_at: float = math.inf  # tokens with which the next block is full
+        self._hash_at: float = math.inf  # number of tokens with which the next block is full
         self._extend_hashes()
-        # Whether other engines will load the blocks of its prompt.
+        # Whether other engines will load the blocks of the prompt.
         self.hands_over = hands_over and block_hasher is not None
-        # Another engine has computed its prompt.
+        # Set if another engine has computed the prompt.
         self._tail_hash = self.prompt_tail_hash() if goes_on and block_hasher is not None else None
 
     @property
@@ -335,8 +336,8 @@ class Request:
     @property
     def tail_hash(self) -> bytes | None:
         """The digest of the prompt's tokens after its full blocks, if another engine has computed
-        the prompt; else None. The digest is also None if the output has tokens that the other
-        engine does not know."""
+        the prompt; else None. The digest is also None if the output has more tokens than the other
+        engine's."""
         return self._tail_hash if self.num_tokens - 1 <= self.num_prompt_tokens else None
 
     def prompt_tail_hash(self) -> bytes:

@@ -26,14 +26,14 @@ MAX_TOP_K = 2**31 - 1
 MAX_LOGIT_BIAS_IDS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 128
-# Each word has a spelling at the start of a text and one after a space.
+# Each word has a token sequence at the start of a text and another after a space.
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_TOKENS = 64
 MAX_REASONING_MARK_TOKENS = 64
-# A pattern of this length costs some microseconds for each token of an answer.
+# The longest pattern to detect, which costs some microseconds for each token of an answer.
 MAX_PATTERN_TOKENS = 256
 MAX_PATTERN_COUNT = 1024
-MAX_EXTRA_ARGS_BYTES = 16 * 1024  # the size of their JSON
+MAX_EXTRA_ARGS_BYTES = 16 * 1024  # the size of `extra_args` as JSON
 MAX_EXTRA_ARGS_DEPTH = 8
 
 _SEEDS = 2**64
@@ -84,9 +84,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     probability is below `min_p` times the likeliest token's. `seed` makes the draws of this request
     independent of the rest of the batch. `stop` may be one string, `logit_bias` may be a map, and
     lists may replace tuples. `logprobs` N asks for the log-probability of each new token and of the
-    N likeliest tokens at its position; `prompt_logprobs` asks for the same in the prompt. The front
-    sets `bad_words_token_ids` by tokenizing `bad_words`. `thinking_token_budget` is the most tokens
-    of a thought, the text between the marks `reasoning_start_token_ids` and
+    N likeliest tokens at its position; `prompt_logprobs` N requests the same of each prompt token.
+    The front sets `bad_words_token_ids` by tokenizing `bad_words`. `thinking_token_budget` is the
+    most tokens of a thought, the text between the marks `reasoning_start_token_ids` and
     `reasoning_end_token_ids`; the front sets these marks to the model's. Without marks the budget
     has no effect. `structured_outputs` restricts the answer's form. `extra_args` are copied. `n` is
     the number of answers; the front makes a request for each by `child_params`. Raises ValueError,
@@ -107,7 +107,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0  # above 1 makes tokens of prompt and output less likely
     presence_penalty: float = 0.0  # subtracted once from logits of output tokens
     frequency_penalty: float = 0.0  # subtracted for each occurrence in the output
-    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, number added to its logit
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to the token's logit)
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
@@ -119,8 +119,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     extra_args: dict[str, Any] | None = None  # plain values of JSON, for logits processors
     structured_outputs: StructuredOutputsParams | None = None
     n: int = 1  # answers to the same prompt
-    skip_reading_prefix_cache: bool = False  # compute the whole prompt; its blocks may be found
-    # The first token whose experts are reported, if any are; None: the prompt's first.
+    skip_reading_prefix_cache: bool = False  # compute the whole prompt, whose blocks are cached
+    # The first token whose experts are reported, if requested; None: the prompt's first.
     routed_experts_prompt_start: int | None = None
 
     def __post_init__(self) -> None:
@@ -278,7 +278,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnreadExtraArgs(ValueError):
-    """The request has `extra_args` that no logits processor of this engine reads."""
+    """The error for a request with `extra_args` that no logits processor of this engine reads."""
 
 
 def check_params_for_embeds(params: SamplingParams) -> None:
@@ -297,7 +297,7 @@ def child_params(params: SamplingParams, child: int, *, with_prompt: bool) -> Sa
     has a seed, each answer gets a different one. Only the answer made `with_prompt` gets the
     prompt's log-probabilities."""
     changes: dict[str, int | None] = {"n": 1}
-    if params.seed is not None:  # after the greatest seed comes the least
+    if params.seed is not None:  # the seed after the greatest is the least
         changes["seed"] = (params.seed + child + _SEEDS // 2) % _SEEDS - _SEEDS // 2
     if not with_prompt:
         changes["prompt_logprobs"] = None

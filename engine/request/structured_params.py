@@ -17,7 +17,7 @@ from ..json_schemas import prepared, with_schemas
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_SCHEMA_DEPTH = 100
 MAX_CHOICES = 4096
-# Default of characters between two parts of JSON: a model could write white space for ever.
+# The default limit of white space between parts of JSON, which a model could write without end.
 MOST_WHITESPACE = 32
 
 
@@ -37,7 +37,7 @@ class GrammarSpec(NamedTuple):
 
     kind: Kind
     text: str  # a choice has a JSON list of its strings; a JSON object has ""
-    any_whitespace: bool = True  # between the parts of JSON; False: no space or one space
+    any_whitespace: bool = True  # any white space between parts of JSON; False: at most one space
     whitespace_pattern: str = ""  # a regex for the white space; overrides `any_whitespace`
 
 
@@ -137,7 +137,7 @@ def _checked_json(name: str, value: str | dict[str, Any]) -> str:
     what = f"structured_outputs.{name}"
     try:
         if isinstance(value, str):
-            if len(value) > MAX_GRAMMAR_BYTES:  # refused anyway for its length
+            if len(value) > MAX_GRAMMAR_BYTES:  # another check refuses its length
                 return value
             text, decoded = value, std_json.loads(value)
         else:

@@ -37,7 +37,7 @@ class ConnectorExchange:
         *,
         fails_with_load: bool = False,
     ) -> None:
-        """`fails_with_load`: see `Scheduler`."""
+        """`fails_with_load`: whether requests whose load failed end with an error."""
         self._states = states
         self._writer = writer
         context = states.context
@@ -46,18 +46,18 @@ class ConnectorExchange:
         self._stores_ahead = context.connector.stores_ahead
         self._pool = manager.pool
         self._fails_with_load = fails_with_load
-        # Upper bound on blocks that two steps can allocate (ignoring one per running request),
-        # capped at a quarter of the pool.
+        # The most blocks that two steps can allocate (except one block per running request), but at
+        # most a quarter of the pool.
         two_steps = 2 * -(-config.max_num_batched_tokens // manager.block_size) * manager.num_groups
         self._soon_taken = min(two_steps, self._pool.num_blocks // 4)
-        # Half of them are stored at a time; one step's blocks then remain at the front of the
-        # queue.
+        # Half of `_soon_taken` blocks are stored at a time, so that stored blocks for one step
+        # remain at the front of the queue.
         self._least_ahead = max(MIN_AHEAD_BLOCKS, self._soon_taken // 2)
 
     def build_meta(self, evicted: Sequence[EvictedBlock]) -> ConnectorMetadata:
-        """Return this step's copies, including those of blocks stored before their eviction."""
+        """Return this step's copies, including copies of blocks that are not evicted yet."""
         pool, ahead = self._pool, NONE_AHEAD
-        # Most steps find neither; the code in between is slow because it is seldom run.
+        # Most steps skip this slow code, as they find no fresh and no cold blocks.
         if pool.fresh or pool.has_cold(self._least_ahead):
             wanted = 0 if self._stores_ahead is None else self._stores_ahead.num_wanted_ahead()
             ahead = pool.take_fresh(wanted) if wanted and pool.fresh else []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's output for the worker, and the worker's result of a step.
 
-A request that is new to the worker is described in full, a known request by its changes only. A
-resumed request replaces its block table instead of extending it."""
+The output describes a request that is new to the worker in full, and a known request by its changes
+only. A resumed request replaces its block table instead of extending it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class OutputWriter:
     """Turns the worker's results into outputs for clients: appends tokens, and detects when a
     request ends.
 
-    A request that ends gets exactly one output with a finish reason, which is its last output.
-    After a batch of calls the caller must call `RequestStates.sweep`."""
+    The last output of a request, and no other, has a finish reason. After a batch of calls to the
+    writer, the caller must call `RequestStates.sweep`."""
 
     def __init__(self, states: RequestStates) -> None:
         self._states = states
-        self.num_more = 0  # tokens taken beyond the first of each call
+        self.num_more = 0  # appended tokens, without the first one of each call
         self._max_model_len = states.context.manager.max_model_len
 
     def append_tokens(self, request: Request, token_ids: list[int], now: float) -> TokenOutput:
@@ -46,7 +46,7 @@ class OutputWriter:
             and token_id not in progress.end_ids
             and request.repetition_detection is None
         ):
-            return TokenOutput(request.request_id, token_ids)  # nearly always
+            return TokenOutput(request.request_id, token_ids)  # usually it continues
         status = check_stop(request, token_id, progress.end_ids, self._max_model_len)
         return self._output_of(request, token_ids, status, now)
 
@@ -75,7 +75,7 @@ class OutputWriter:
                 token_ids = token_ids[:count]
                 break
         self.num_more += len(token_ids) - 1
-        # Cached before the blocks are released, in case the request has ended.
+        # The new full blocks are cached before an ended request releases them.
         self._states.context.manager.cache_accepted(request)
         return self._output_of(request, token_ids, status, now)
 
@@ -172,38 +172,38 @@ class NewRequestData:
     sampling_params: SamplingParams
     block_ids: BlockIds
     num_computed_tokens: int
-    # Output so far, for a request that the worker has forgotten.
+    # The tokens generated so far, if the worker has forgotten the request.
     output_token_ids: list[int] = field(default_factory=list)
-    # float [num_prompt_tokens, hidden]: the model reads these instead of embedding the ids, which
-    # must be in the vocabulary all the same.
+    # float [num_prompt_tokens, hidden]: the model reads these embeddings instead of embedding the
+    # ids, which must still be in the vocabulary.
     prompt_embeds: EmbedArray | None = None
-    pooling: str = ""  # the wanted hidden states of the prompt: `last`, `mean` or none
-    cache_salt: bytes = b""  # the salt of its tenant
-    # The request whose logits give its first token; it computes nothing in this step.
+    pooling: str = ""  # the pooled hidden states to return: `last`, `mean` or none
+    cache_salt: bytes = b""  # the salt of the request's tenant
+    # The request whose logits give this request's first token; "" if the request computes tokens.
     fork_of: str = ""
-    # First position whose experts are reported; None: no position.
+    # The first position whose routed experts are reported; None: no position.
     routed_from: int | None = None
-    # Pages with its initial states, one per piece; empty: the states begin with zeros.
+    # Pages with the request's initial states, one per piece; empty: the states begin with zeros.
     state_page_ids: list[int] = field(default_factory=list)
-    # For beams: the number of likeliest tokens to return with each of its tokens; may exceed the
-    # limit for clients. 0: as its parameters say.
+    # For beam search: how many likeliest tokens to return with each token, perhaps more than
+    # clients may request. 0: as the sampling parameters say.
     num_likeliest: int = 0
-    adapter: bytes = b""  # the fingerprint of its adapter; b"": none
-    pictures: list[Picture] = field(default_factory=list)  # of its prompt, without pixels
+    adapter: bytes = b""  # the fingerprint of the request's adapter; b"": none
+    pictures: list[Picture] = field(default_factory=list)  # the prompt's pictures, without pixels
 
 
 @dataclass(slots=True)
 class CachedRequestData:
-    """Changes of requests that the worker knows, as parallel lists. A request that computes one
-    token after its last step, in blocks that it has already, may be left out."""
+    """The changes of requests that the worker has already, as parallel lists. A request may be left
+    out if it computes only one token, in blocks that it has already."""
 
     request_ids: list[str] = field(default_factory=list)
     new_block_ids: list[BlockIds | None] = field(default_factory=list)  # None: no new blocks
     num_computed_tokens: list[int] = field(default_factory=list)
-    resumed_request_ids: set[str] = field(default_factory=set)  # these replace the table
-    # Output so far of the `resumed_request_ids`, which the worker has removed from its batch.
+    resumed_request_ids: set[str] = field(default_factory=set)  # with a new block table
+    # The tokens generated so far by each request in `resumed_request_ids`.
     output_token_ids: dict[str, list[int]] = field(default_factory=dict)
-    # Pages with their initial states; requests without an entry begin with zeros.
+    # The pages with a request's initial states; requests without an entry begin with zeros.
     state_page_ids: dict[str, list[int]] = field(default_factory=dict)
 
 
@@ -211,33 +211,33 @@ class CachedRequestData:
 class SchedulerOutput:
     """A step in the form that the worker receives.
 
-    The worker computes steps in the order of their ids. After a failed step the worker may not know
-    the requests that the step introduced. The worker therefore refuses later steps that were
-    scheduled before the scheduler knew of the failure (`last_failed_id`). The scheduler fails these
-    steps together with the failed one."""
+    The worker computes steps in the order of their ids. After a failed step the worker may lack the
+    requests that were new in the step. The worker therefore refuses later steps that were scheduled
+    before the scheduler knew of the failure (`last_failed_id`). The scheduler fails these steps
+    together with the failed one."""
 
     new_requests: list[NewRequestData]
     cached_requests: CachedRequestData
     num_scheduled_tokens: dict[str, int]  # request id → tokens this step, in batch order
     total_num_scheduled_tokens: int
-    # Ended since the last step; the worker forgets them.
+    # The requests that ended since the last step; the worker forgets them.
     finished_request_ids: set[str]
-    # Preempted in this step; the worker removes them from the batch and remembers them.
+    # The requests preempted in this step, which the worker removes from its batch but remembers.
     preempted_request_ids: set[str]
     connector_meta: ConnectorMetadata | None = None
-    step_id: int = 0  # grows from step to step
-    last_failed_id: int = 0  # last step that was known to have failed
-    # Request id → its draft tokens, which are the last tokens that the step computes of it.
+    step_id: int = 0  # larger in every later step
+    last_failed_id: int = 0  # the last failed step known to the scheduler
+    # Request id → draft tokens, which are the last tokens that the step computes of the request.
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
-    # Request id → the most draft tokens to propose after the token that it chooses in this step.
+    # Request id → the most draft tokens to propose after the token sampled in this step.
     wanted_drafts: dict[str, int] = field(default_factory=dict)
-    # To be made after the step's stores have read their blocks, and before any computing.
+    # Copies to make after the step's stores have read their blocks, and before any computing.
     block_copies: list[BlockCopy] = field(default_factory=list)
-    # Request id → checkpoints of its states, written after the forward pass.
+    # Request id → checkpoints of the request's states, written after the forward pass.
     state_saves: dict[str, list[StateSave]] = field(default_factory=dict)
-    # Digests of pictures whose embeddings the worker drops before it encodes others.
+    # Digests of pictures whose embeddings the worker drops before it encodes `new_pictures`.
     dropped_pictures: list[bytes] = field(default_factory=list)
-    # With pixels; their embeddings are kept until they are dropped.
+    # Pictures to encode, with pixels; the worker keeps their embeddings until it must drop them.
     new_pictures: list[Picture] = field(default_factory=list)
 
 
@@ -245,20 +245,20 @@ class SchedulerOutput:
 class ModelRunnerOutput:
     """The worker's results of a step. A request in the middle of its prompt has no token."""
 
-    sampled_token_ids: dict[str, list[int]]  # request id → new tokens (empty: prefill goes on)
-    nan_request_ids: set[str] = field(default_factory=set)  # the model's logits were not finite
-    banned_request_ids: set[str] = field(default_factory=set)  # its own parameters ban every token
+    sampled_token_ids: dict[str, list[int]]  # request id → new tokens (empty: still prefill)
+    nan_request_ids: set[str] = field(default_factory=set)  # requests whose logits were not finite
+    banned_request_ids: set[str] = field(default_factory=set)  # the parameters ban every token
     # Requests for which another package's logits processor raised → the error text.
     processor_errors: dict[str, str] = field(default_factory=dict)
     connector_output: ConnectorWorkerOutput | None = None
-    # On request: one entry for each sampled token; prompt entries come with the first token.
+    # Log-probabilities, on request, of each sampled token; the prompt's come with the first token.
     logprobs: dict[str, list[PositionLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
-    # With the first token, on request: little-endian float64 `[hidden]`.
+    # Requested pooled embeddings, with the first token: little-endian float64 `[hidden]`.
     embeddings: dict[str, bytes] = field(default_factory=dict)
-    # With tokens, if experts are reported: the rows that were not reported before.
+    # Routed experts, if requested: the rows that were not reported before.
     routed_experts: dict[str, RoutedRows] = field(default_factory=dict)
-    # Proposed for the next step, after this step's tokens; requests without drafts are left out.
+    # Drafts after this step's tokens, for the next step; requests without drafts are left out.
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
 
     @property
@@ -269,7 +269,7 @@ class ModelRunnerOutput:
 
 
 def end_token_ids(request: Request, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """Return the ids that end this request: its own, and the model's unless it ignores them."""
+    """Return the token ids that end a request: its stop ids and, unless ignored, the model's."""
     own = request.sampling_params.stop_token_ids
     eos = frozenset() if request.sampling_params.ignore_eos else eos_token_ids
     return eos.union(own) if own else eos
@@ -281,8 +281,8 @@ def check_stop(
     """Return the finished status of `request` after `token_id` was appended; None if the request
     continues.
 
-    An end token counts only after `min_tokens` tokens. If the same token also reaches a length
-    limit, the end token takes precedence. `stop_reason` returns the reason to report."""
+    An end token counts only after `min_tokens` output tokens. An end token that also reaches a
+    length limit counts as an end token."""
     num_output = request.num_output_tokens
     if token_id in end_ids and num_output >= request.sampling_params.min_tokens:
         return RequestStatus.FINISHED_STOPPED
@@ -297,16 +297,16 @@ def check_stop(
 
 
 def stop_reason(request: Request, token_id: int) -> int | None:
-    """Return the stop token id that ended a stopped request; None for the model's end token."""
+    """Return the client's stop token that ended a request; None for the model's end token."""
     return token_id if token_id in request.sampling_params.stop_token_ids else None
 
 
 def repeats(token_ids: Sequence[int], min_pattern: int, max_pattern: int, min_count: int) -> bool:
-    """Whether the list ends with at least `min_count` copies of one pattern of `min_pattern` to
+    """Whether `token_ids` ends with at least `min_count` copies of one pattern of `min_pattern` to
     `max_pattern` tokens.
 
     `check_stop` calls this after each token. In most calls the last token does not occur at the
-    needed distances, and no other token is compared. In the worst case `max_pattern * min_count`
+    needed distances, so no other token is compared. In the worst case `max_pattern * min_count`
     tokens are read. Raises ValueError unless 1 <= min_pattern <= max_pattern and min_count >= 2."""
     if not 1 <= min_pattern <= max_pattern or min_count < 2:
         raise ValueError(
@@ -339,7 +339,7 @@ def _agreements(tokens: Sequence[int], most: int) -> list[int]:
     tokens."""
     size = len(tokens)
     found = [size] + [0] * most
-    start = end = 0  # the known agreement that reaches farthest
+    start = end = 0  # the known common prefix that ends last in `tokens`
     for shift in range(1, most + 1):
         length = min(end - shift, found[shift - start]) if shift < end else 0
         while shift + length < size and tokens[length] == tokens[shift + length]:

@@ -2,14 +2,14 @@
 """Pins: KV blocks of an agent's finished request, kept in the pool for the agent's next request.
 
 A *job* is an agent's sequence of requests with one `job_id`. Each request (a *turn*) contains the
-text of the earlier ones, and a tool runs between two turns. When a turn ends, its blocks are
-pinned, unless it is the job's last or the tool is expected to take longer than THRESHOLD_SECONDS. A
-pin lasts PIN_SECONDS at most. A later turn's pin replaces the job's earlier pin, whose blocks it
-shares.
+text of the earlier turns, and a tool runs between two turns. When a turn ends, its blocks are
+pinned, unless it is the job's last turn or the tool is expected to take longer than
+THRESHOLD_SECONDS. A pin lasts PIN_SECONDS at most. A later turn's pin replaces the job's earlier
+pin, because both turns share blocks.
 
-Pinned blocks are offered to the tiers at once, so giving up a pin later needs no copy. If a request
-lacks blocks, the oldest pin is given up before a request is preempted. The tiers keep a turn's
-blocks too, pinned or not, and load them shortly before the next turn is expected."""
+Pinned blocks are offered to the tiers at once, so that giving up a pin later needs no copy. If a
+request lacks blocks, the oldest pin is given up before a request is preempted. The tiers also keep
+a turn's blocks, pinned or not, and load the blocks shortly before the next turn is due."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from .context import SchedulerContext
 logger = logging.getLogger(__name__)
 
 PIN_SECONDS = 10.0
-# No pin if the tool is expected to take longer, because other requests need the room meanwhile.
+# The longest expected time of a tool for which blocks are pinned: other requests need the room.
 THRESHOLD_SECONDS = 2.0
-# The tiers keep blocks longer: twice the tool's expected time, TIER_SECONDS if it is unknown, and
-# MOST_TIER_SECONDS at most.
+# The tiers keep a turn's blocks for twice the tool's expected time, TIER_SECONDS if that time is
+# unknown, and MOST_TIER_SECONDS at most.
 TIER_SECONDS, MOST_TIER_SECONDS = 60.0, 300.0
-# The tiers fetch blocks so much earlier than the next turn: it may come early, and disks are slow.
+# How early the tiers load blocks before the next turn, in seconds or as a share of the tool's time.
 AHEAD_SECONDS, AHEAD_SHARE = 0.2, 0.2
-# Largest share of the pool's blocks in all pins together.
+# The largest share of the pool's blocks that all pins together may hold.
 MOST_SHARE = 0.5
-MOST_JOBS = 16_384  # jobs whose ends are remembered
+MOST_JOBS = 16_384  # the most jobs that the estimator remembers
 MOST_TOOLS = 1_024
 _NEW_WEIGHT = 0.3  # weight of the latest time in an average
 
@@ -45,7 +45,7 @@ Job = bytes  # the tenant's salt and the job's id
 
 
 class Estimator(Protocol):
-    """Estimates the seconds of a tool, in the step thread, until it raises an exception."""
+    """Estimates, in the step thread, how many seconds a tool takes; dropped if it raises."""
 
     def turn_ended(self, job: Job, now: float) -> None: ...
     def turn_arrives(self, job: Job, tool: str, now: float) -> None: ...
@@ -102,8 +102,7 @@ class Pin(NamedTuple):
 
 
 class Pins:
-    """The pins of all jobs, oldest first, at most one per job. Called by the engine's step thread
-    only."""
+    """The pins of all jobs, oldest pin first, one per job. Called by the step thread only."""
 
     def __init__(self, context: SchedulerContext, estimator: Estimator | None = None) -> None:
         """`context.config.pin_tenant_share` is the largest share of all pinnable blocks that one
@@ -115,7 +114,7 @@ class Pins:
         tenant_share = context.config.pin_tenant_share
         self._estimator: Estimator | None = ToolEstimator() if estimator is None else estimator
         self._most_blocks = int(MOST_SHARE * manager.pool.num_usable)
-        # None: one tenant may have all of them; its oldest pin then gives way.
+        # None: one tenant may pin all pinnable blocks; the oldest pin is then given up.
         self._most_of_tenant = int(tenant_share * self._most_blocks) if tenant_share < 1 else None
         self._of_tenants: Counter[str] = Counter()  # pinned blocks by tenant; zeros are removed
         self._warned = False
@@ -138,7 +137,7 @@ class Pins:
         return [pin.job_id for pin in self._pins.values()]
 
     def next_expiry(self) -> float | None:
-        """Return the expiry of the oldest pin, in monotonic seconds; None without a pin."""
+        """Return when the oldest pin expires, in monotonic seconds; None without a pin."""
         first = next(iter(self._pins.values()), None)
         return None if first is None else first.until
 
@@ -153,7 +152,7 @@ class Pins:
 
     def pin_turn(self, request: Request, now: float) -> bool:
         """Pin the blocks of a turn that ended normally, if the pin is worth its memory. Return
-        whether they are pinned; if not, the caller must release them."""
+        whether the blocks are pinned; if not, the caller must release them."""
         job = request.job
         if not job or request.is_last_step:
             if job:

@@ -36,7 +36,7 @@ class RequestQueue(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over the requests in scheduling order; finding the first request is cheap."""
+        """Iterate over the requests in scheduling order; the first request must be found fast."""
 
     @abstractmethod
     def add(self, request: Request) -> None:
@@ -54,11 +54,11 @@ class RequestQueue(ABC):
 
     @abstractmethod
     def remove_request(self, request: Request) -> bool:
-        """Remove a request from any position. Return whether it was in the queue."""
+        """Remove a request from any position. Return whether the request was in the queue."""
 
     def insert_request(self, request: Request) -> None:
-        """Add a request at its position by arrival. The request arrived earlier, but first waited
-        elsewhere (for its grammar)."""
+        """Add a request at its position by arrival. The request waited elsewhere before, for
+        example for its grammar."""
         self.add(request)
 
     def add_all(self, requests: Iterable[Request]) -> None:
@@ -88,7 +88,7 @@ class FCFSQueue(RequestQueue):
 
     def insert_request(self, request: Request) -> None:
         place = len(self._requests)
-        for each in reversed(self._requests):  # most requests came before it
+        for each in reversed(self._requests):  # most queued requests arrived before `request`
             if not _came_later(each, request):
                 break
             place -= 1
@@ -148,16 +148,16 @@ class SortedQueue(RequestQueue):
 
 
 class SchedulingPolicy(ABC):
-    """An order of requests. The engine's step thread calls the methods, which must return quickly
-    and must not change a request."""
+    """A scheduling policy: an order of requests. The engine's step thread calls the methods, which
+    must return quickly and must not change a request."""
 
-    # Whether deferred requests come before all others, whatever their turn.
+    # Whether deferred requests come before all other requests, whatever `turn` returns.
     deferred_first = False
     # Whether requests may have a priority.
     takes_priority = False
     # Whether the blocks of an agent's turn are pinned until its next turn (`pins.py`).
     pins_turns = False
-    # The jobs whose last turn is pinned now.
+    # The jobs whose last turn's blocks are pinned now.
     warm_jobs: Mapping[bytes, object] = MappingProxyType({})
 
     @abstractmethod
@@ -188,7 +188,7 @@ _Found = tuple[RequestQueue, Request]
 
 
 class FCFSPolicy(SchedulingPolicy):
-    """First come, first served. Requests of earlier queues come before those of later ones."""
+    """First come, first served. Requests of an earlier queue come before those of a later queue."""
 
     deferred_first = True
 
@@ -217,7 +217,7 @@ class PriorityPolicy(SchedulingPolicy):
         return (request.priority, request.arrival_seconds, request.request_id, request.number)
 
     def kept_victim(self, requests: Sequence[Request]) -> Request:
-        return max(requests, key=lambda request: request.priority)  # the oldest of equals
+        return max(requests, key=lambda request: request.priority)  # of equals, the first to end
 
 
 class JobQueue(FCFSQueue):
@@ -307,7 +307,7 @@ def open_policy(name: str) -> SchedulingPolicy:
         raise ConfigError(f"--scheduling-policy: {error}") from error
     try:
         policy = point.load()()
-    except Exception as error:  # foreign code, at start: every error is reported with its name
+    except Exception as error:  # foreign code: every error is reported with its name
         raise ConfigError(
             f"the scheduling policy {name} ({point.value}) could not be made: "
             f"{type(error).__name__}: {error}"

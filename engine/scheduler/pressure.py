@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory pressure: when admission stops, and when a running request is preempted.
 
-Two thresholds are shares of the KV pool. The gap between them keeps a request from being admitted
-and preempted again and again. From `admit_below` on no request is admitted; above `preempt_above`,
-the last request in the policy's order is preempted. A request is admitted only if its whole prompt,
-with the missing rest of the running prompts, fits below `preempt_above`. A threshold of 1 disables
-the check. Blocks that no request holds count as free, even if prefix lookups can find them.
+Two thresholds are fractions of the KV pool. If requests hold `admit_below` of the pool or more, no
+request is admitted; above `preempt_above`, the last request in the policy's order is preempted. The
+gap between the thresholds keeps a request from being admitted and preempted again and again. A
+request is admitted only if its whole prompt, with the uncomputed rest of the running prompts, fits
+below `preempt_above`. A threshold of 1 disables its check. Blocks that no request holds count as
+free, even if prefix lookups can find them.
 
-With `--reserve`, a request gets its first block only if there is room for its prompt (or with
-`full` for its longest answer, too), besides what earlier requests may still take:
+With `--reserve`, a request gets its first block only if there is room for its prompt (with `full`,
+also for its longest answer) beside the blocks that earlier requests may still take:
 
     | held            | earlier ones may take | this one may take |  free  |
                                                             preempt_above
@@ -27,11 +28,11 @@ from .request_loads import RequestLoads
 
 
 class MemoryPressure:
-    """Reads how full the pool is; changes nothing."""
+    """Compares the held blocks of the pool with the thresholds; changes nothing."""
 
     def __init__(self, context: SchedulerContext) -> None:
         # Without tiers, pinned blocks count as held and keep new requests out. With tiers, pins are
-        # given up once no block is free; giving them up earlier would relieve no request.
+        # given up only when no block is free, because an earlier release would help no request.
         self.counts_pins = not context.connector.has_tiers
         self._manager = manager = context.manager
         config = context.config
@@ -78,7 +79,7 @@ class MemoryPressure:
 
 
 class Holders(Protocol):
-    """The requests that hold blocks; `RequestStates` has them."""
+    """The requests that hold blocks, in the attributes of `RequestStates`."""
 
     context: SchedulerContext
     running: list[Request]
@@ -97,16 +98,16 @@ class Reservations:
         self._is_full = config.reserve == "full"
         self._most_blocks = int(config.preempt_above * self._manager.pool.num_usable)
         self._spare: int | None = None  # blocks that are not reserved; None: not counted yet
-        self._needed = 0  # by the last request that was found to have room
+        self._needed = 0  # blocks for the last request that was found to have room
 
     def recount(self) -> None:
         """Recompute the spare blocks at the next check: blocks were allocated or released."""
         self._spare = None
 
     def has_room_for(self, request: Request, hits: GroupBlocks | None, num_more: int = 0) -> bool:
-        """Whether a waiting request may get blocks. `hits` are its cached blocks; `num_more` blocks
-        are for copies, or for the states of a load. Always True if the request holds blocks, and so
-        has a reservation, or if no other request holds blocks."""
+        """Whether a waiting request may get blocks. `hits` are its cached blocks; `num_more`
+        further blocks are for copies, or for the states of a load. Always True if the request holds
+        blocks, which implies a reservation, or if no other request holds blocks."""
         states = self._states
         if request.num_computed_tokens > 0:
             return True
@@ -126,7 +127,7 @@ class Reservations:
         return True
 
     def _tokens_of(self, request: Request) -> int:
-        """Return the number of tokens to reserve for. An answer's last token needs no slot."""
+        """Return the number of tokens to reserve room for. An answer's last token needs no slot."""
         return request.max_num_tokens - 1 if self._is_full else request.num_tokens
 
     def _count_spare_blocks(self) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals before a request is queued: impossible settings or requests, and too many requests."""
+"""Checks that refuse impossible settings, impossible requests, and too many requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..cache.kv_cache_manager import KVCacheManager
 from ..config.engine_config import SchedulerConfig
 from ..request.request import Request
 
-# Limit for the prompt embeddings of all unfinished requests.
+# The most bytes of the prompt embeddings of all unfinished requests together.
 MAX_EMBED_BYTES = 1 << 30
 
 
@@ -56,7 +56,7 @@ def check_request(request: Request, manager: KVCacheManager) -> None:
 
 def check_embeds(request: Request, held: int) -> None:
     """Raise QueueFull if the prompt embeddings of unfinished requests (`held` bytes) and of this
-    one exceed MAX_EMBED_BYTES, as they need much memory. If `held` is 0, any size fits."""
+    request exceed MAX_EMBED_BYTES together. If `held` is 0, any size fits."""
     more = request.embed_bytes
     if held and held + more > MAX_EMBED_BYTES:
         raise QueueFull(

@@ -4,9 +4,9 @@
 A request with a *blocking* load waits: it holds its blocks, is in no queue and computes nothing.
 The connector's report of the load ends this state in one of these ways:
 
-    some or all tokens came   they count as computed and are cached; it goes on with its blocks
-    no token came             it releases its blocks, and will compute without asking again
-    a window lacks a block    it releases its blocks, and asks for a shorter hit
+    some or all tokens came   the tokens count as computed and are cached; it keeps its blocks
+    no token came             it releases its blocks, and will compute without another load
+    a window lacks a block    it releases its blocks, and then looks for a shorter hit
     its load was cancelled    it was preempted; it releases its blocks and may load again
     it ended meanwhile        its blocks are released only now, because the copy wrote to them
 
@@ -18,7 +18,8 @@ the load fills its blocks from the end backwards:
 
 Every token attends to all tokens before it, so the loaded blocks become usable only when the
 computed tokens reach them. At that moment `num_computed_tokens` jumps to the end of the loaded
-blocks, and the blocks are cached. Before, the request computes only tokens before the load."""
+blocks, and the blocks are cached. Until then, the request computes only tokens before these
+blocks."""
 
 from __future__ import annotations
 
@@ -29,16 +30,16 @@ from .context import SchedulerContext
 
 
 class RequestLoads:
-    """The blocking and overlapped loads of requests, from their begin to their end."""
+    """The blocking and overlapped loads of requests, from the begin to the end of each load."""
 
     def __init__(self, context: SchedulerContext) -> None:
         self._context = context
         self._manager = context.manager
         self._connector = context.connector
         self._overlapped_loads = context.connector.overlapped_loads
-        # Requests with a blocking load, including ended ones.
+        # Requests with a blocking load, including ended requests.
         self.blocking: list[Request] = []
-        self.num_overlapped = 0  # running requests whose frontiers have not met yet
+        self.num_overlapped = 0  # running requests with an overlapped load
         # Requests with a failed overlapped load, and the reason, for `take_failures`. Read only.
         self.failures: list[tuple[Request, str]] = []
 
@@ -82,7 +83,7 @@ class RequestLoads:
 
     def add_cancelled(self, request: Request) -> None:
         """Add a request that no longer runs to `blocking`, until the connector reports that no copy
-        writes to its blocks. The connector reports a cancelled load like any other."""
+        writes to its blocks. The connector reports a cancelled load like any other load."""
         request.progress.load = LoadKind.BLOCKING
         self.blocking.append(request)
 
@@ -97,12 +98,12 @@ class RequestLoads:
             self._apply_load_report(request, report)
 
     def most_tokens(self, request: Request) -> int:
-        """Return how many tokens a request may compute now: all missing ones, or those before its
-        overlapped load. 0 means that it must wait for a copy. When computed tokens and loaded
-        blocks meet, end the load and advance `num_computed_tokens`."""
+        """Return how many tokens a request may compute now: all its missing tokens, or the missing
+        tokens before its overlapped load. 0 means that the request must wait for a copy. When
+        computed tokens and loaded blocks meet, end the load and advance `num_computed_tokens`."""
         if request.progress.load is LoadKind.OVERLAPPED:
             computed = request.num_computed_tokens
-            assert self._overlapped_loads is not None  # set, because a match was OVERLAP
+            assert self._overlapped_loads is not None  # not None after a match of kind OVERLAP
             state = self._overlapped_loads.load_state(request.request_id, computed)
             if state.failure:
                 self.failures.append((request, state.failure))
@@ -126,7 +127,7 @@ class RequestLoads:
         """End an overlapped load. Return None if a copy still writes to the request's blocks."""
         request.progress.load = None
         self.num_overlapped -= 1
-        assert self._overlapped_loads is not None  # as above
+        assert self._overlapped_loads is not None  # a request has such a load
         report = self._overlapped_loads.end_load(request.request_id)
         if report is not None and report.failure:
             self.failures.append((request, report.failure))
@@ -140,8 +141,8 @@ class RequestLoads:
         if loaded > 0 and self._manager.cache_blocks(request, num_computed):
             request.num_computed_tokens = num_computed
         else:
-            # It is admitted again like a new request, with hits. The same holds for a window of
-            # which a part is missing: the load brought only the blocks that its end needs.
+            # The request is admitted again like a new request, with hits. A sliding window with a
+            # missing block ends here too, because the load brought only the needed blocks.
             request.num_external_computed_tokens = report.num_loaded_tokens = 0
             report.tokens_by_tier = {}
             self._manager.free(request)
@@ -152,7 +153,7 @@ class RequestLoads:
         """End a load that the computed tokens have reached, and count its tokens as computed."""
         report = self._take_report(request)
         if report is None or report.num_loaded_tokens == 0:
-            return  # no block came, and the request has computed all tokens
+            return  # no block came; the request has computed all these tokens
         context, tokens = self._context, report.tokens_by_tier
         context.count_reused(tokens, request.num_computed_tokens)
         context.observer.hit(request, tokens)

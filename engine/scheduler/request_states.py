@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of all requests, and the changes of state that release blocks.
+"""The states of all requests, and the changes of state that release a request's blocks.
 
     waiting   arrived or preempted; holds no blocks
     deferred  like waiting, but the tiers must be asked again; considered before the others
@@ -40,7 +40,7 @@ class RequestStates:
 
     def __init__(self, context: SchedulerContext) -> None:
         self.context = context
-        # Ids in use: until a request has ended and no copy writes to its blocks. Read only.
+        # Requests by id, until a request has ended and no copy writes to its blocks. Read only.
         self.requests: dict[str, Request] = {}
         self.num_unfinished = 0
         self.embed_bytes = 0  # of the prompt embeddings of unfinished requests
@@ -54,7 +54,7 @@ class RequestStates:
         self.kept = KeptBlocks(context.manager)
         self.awaiting_grammar: dict[Request, RequestContext] = {}
         self.num_forking = 0  # requests that wait for the prompt of another one
-        # Not told to the worker yet: requests that have ended, and requests that were preempted.
+        # Ids of ended and preempted requests for the next step to send to the worker.
         self.finished_ids: set[str] = set()
         self.preempted_ids: set[str] = set()
         self._has_ended = False  # a request has ended since the last sweep
@@ -82,7 +82,7 @@ class RequestStates:
 
     @property
     def num_deferred(self) -> int:
-        """The number of requests that wait for a load or for the tiers' answer, not for room."""
+        """The number of requests that wait for a load or an answer of the tiers, not for room."""
         return len(self.deferred) + self.num_loading
 
     def find_unfinished(self, request_id: str) -> Request | None:
@@ -93,7 +93,7 @@ class RequestStates:
         self, request: Request, context: RequestContext, *, awaits_grammar: bool = False
     ) -> bool:
         """Add a new request, which waits in the queue, for its grammar, or for another request to
-        compute the same prompt. Return False in the last case."""
+        compute the same prompt. Return False if it waits for another request."""
         if request.continues is not None:
             self.kept.add_heir(request.continues)
             request.progress.context = context
@@ -128,7 +128,7 @@ class RequestStates:
             self.num_forking += 1
         else:
             request.fork_of = ""
-            # The request that it continues was admitted before all waiting requests.
+            # A request that continues another one goes first: the other was admitted before.
             if request.continues is not None:
                 queue.prepend(request)
             else:
@@ -146,8 +146,8 @@ class RequestStates:
         return forks
 
     def queue_forks(self, forks: Mapping[Request, RequestContext], *, at_head: bool) -> None:
-        """Queue requests that no longer wait for another request's prompt. With `at_head` these
-        requests come before all others, because their parent was started already."""
+        """Queue requests that no longer wait for another request's prompt. With `at_head` the
+        requests go to the head of the queue, because their parent was started already."""
         for request in reversed(list(forks)) if at_head else forks:
             request.fork_of = ""
             (self.waiting.prepend if at_head else self.waiting.add)(request)
@@ -155,13 +155,13 @@ class RequestStates:
                 self.context.connector.request_queued(request, forks[request])
 
     def take_reports(self, reports: Iterable[LoadReport]) -> list[tuple[Request, LoadReport]]:
-        """Queue the requests whose blocking loads have ended. Return the unfinished ones, each with
-        the report of its load."""
+        """Queue the requests whose blocking loads have ended. Return the unfinished requests, each
+        with the report of its load."""
         going_on = []
         for report in reports:
             request = self.requests.get(report.request_id)
             if request is None or request.progress.load is not LoadKind.BLOCKING:
-                # A faulty report of the connector must do no more harm than this warning.
+                # A faulty report of the connector must cause no more than this warning.
                 _log.warning(
                     "a load was reported for %s, which does not wait for one", report.request_id
                 )
@@ -179,7 +179,7 @@ class RequestStates:
     def preempt(self, request: Request, taker: Request | None = None) -> None:
         """Preempt a running request. The request goes to the head of the queue; if a load still
         writes to its blocks, it first joins the loading requests. `taker` is the request that needs
-        the room; None means memory pressure."""
+        the room (None: memory pressure)."""
         running = self.running
         if running[-1] is request:
             running.pop()
@@ -215,8 +215,8 @@ class RequestStates:
 
     def release_pin_for_start(self, request: Request) -> bool:
         """Release a pin's blocks, or kept blocks, for a request that is about to start. Without
-        tiers a new request waits rather than take a pin, unless no request runs or its own job has
-        a pin. Return whether any blocks were released."""
+        tiers a new request releases no pin, unless no request runs or its own job has a pin. Return
+        whether any blocks were released."""
         pins = self.pins
         if pins is None:
             return self._release_kept()
@@ -253,9 +253,8 @@ class RequestStates:
         return True
 
     def drop_blocks(self, request: Request, cause: str) -> None:
-        """Drop a request's blocks from the pool's cache and the tiers, because one of them may be
-        wrong. No lookup finds the blocks then. `cause` labels them in the connector's
-        statistics."""
+        """Remove a request's blocks from the prefix cache and the tiers, because one of the blocks
+        may be wrong. `cause` labels the removed blocks in the connector's statistics."""
         keys = self.context.manager.uncache_request(request)
         if keys:
             self.context.connector.invalidate_blocks(keys, cause)
@@ -279,7 +278,7 @@ class RequestStates:
         if self.num_forking:
             self._stop_forking(request)
         if before is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            return  # a copy may write to its blocks; they are released with its report
+            return  # a copy may write to its blocks; the load's report releases them
         overlaps = was_running and request.progress.load is LoadKind.OVERLAPPED
         if overlaps and self.loads.stop_overlap(request):
             self.loads.add_cancelled(request)
@@ -288,7 +287,7 @@ class RequestStates:
         if request.continues is not None:
             self.kept.remove_heir(request)
             request.continues = None
-        # States are not kept with blocks; a successor finds both by key.
+        # State checkpoints are not kept; a successor finds blocks and states by key.
         keeps = request.keeps_blocks and context.manager.states is None
         is_pinned = keeps and was_running and status in _ENDED_WELL
         if is_pinned:
@@ -306,8 +305,8 @@ class RequestStates:
             )
 
     def _stop_forking(self, request: Request) -> None:
-        """Remove an ended request from the forks that wait for a prompt, and queue the requests
-        that wait for its own prompt."""
+        """Remove an ended request from the forks of its parent, and queue the requests that wait
+        for the ended request's prompt."""
         progress = request.progress
         if request.fork_of and (parent := self.requests.get(request.fork_of)) is not None:
             self.num_forking -= parent.progress.forks.pop(request, None) is not None
@@ -316,8 +315,8 @@ class RequestStates:
         self.queue_forks(forks, at_head=progress.scheduled is not None)
 
     def tell_again(self, finished_ids: set[str], preempted_ids: set[str]) -> None:
-        """Send the worker the ended and preempted requests of a step again, because it may have
-        missed the step. The worker accepts repetitions."""
+        """Send the worker the ended and preempted requests of a step again, because the worker may
+        not have received the step. The worker accepts repetitions."""
         self.finished_ids |= finished_ids
         again = self.preempted_ids | preempted_ids
         self.preempted_ids = {each for each in again if self.find_unfinished(each) is not None}

@@ -9,11 +9,11 @@ from .step import StepBuilder
 
 
 class RunningRound:
-    """Schedules the running requests of a step: gives each its tokens, and blocks for them.
+    """Schedules the running requests of a step: gives each request tokens, and their blocks.
 
-    Each request gets the tokens that it has not computed yet, in order of admission, within the
+    In order of admission, each request gets the tokens that it has not computed yet, within the
     budget. If a request lacks blocks, the policy chooses a request to preempt, which is also
-    removed from the step. `scheduler.py` explains why no request is blocked for ever."""
+    removed from the step. `scheduler.py` explains why no request is blocked without end."""
 
     def __init__(self, states: RequestStates) -> None:
         self._states = states
@@ -22,7 +22,7 @@ class RunningRound:
         self._chunk_limit = states.context.config.most_step_tokens
 
     def run(self, step: StepBuilder) -> None:
-        """Preempt requests under memory pressure, then give tokens to the remaining ones."""
+        """Preempt requests under memory pressure, then give tokens to the remaining requests."""
         self._relieve(step)
         self._go_on(step)
 
@@ -35,7 +35,7 @@ class RunningRound:
             if not drafts:
                 continue
             request.draft_token_ids = ()
-            # Tokens after the last possible token of the answer are not computed.
+            # A draft beyond the answer's last possible token is useless.
             room = request.max_num_tokens - request.num_tokens - 1
             if manager.states is not None and manager.states.interval:
                 room = min(room, manager.states.most_drafts(entry.end))
@@ -50,8 +50,8 @@ class RunningRound:
                 step.add_drafts(index, drafts, added)
 
     def add_room(self, step: StepBuilder) -> None:
-        """Allocate blocks for the drafts that the worker will propose, or ask it for fewer drafts.
-        Like drafts, these blocks are never taken from those that another request may soon need."""
+        """Allocate blocks for the drafts that the worker will propose, or let it propose fewer
+        drafts. The blocks are never taken from blocks that another request may soon need."""
         manager, wanted = self._states.context.manager, step.wanted_drafts
         keep, forked = self._pressure.num_kept_from_drafts, manager.shared_tails.families
         for index, entry in enumerate(step.entries if wanted else ()):
@@ -87,7 +87,7 @@ class RunningRound:
                 victim = self._policy.victim(states.running)
                 states.preempt(victim)
                 if victim.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-                    return  # its blocks are released when a copy to them has ended
+                    return  # the blocks are released when a copy to them has ended
 
     def _go_on(self, step: StepBuilder) -> None:
         states, manager = self._states, self._states.context.manager
@@ -114,10 +114,10 @@ class RunningRound:
                 and 0 < computed % block_size < last_offset
                 and computed == request.num_told_tokens
             ):
-                # In the middle of a block: the slot exists, and the block does not become full.
+                # A decode in the middle of a block has a slot, and does not fill the block.
                 decodes.append(request)
                 continue
-            if num_tokens <= 0:  # it waits for a copy or for tokens under way
+            if num_tokens <= 0:  # the request waits for a copy or for tokens being sampled
                 continue
             num_tokens = min(num_tokens, self._chunk_limit, step.budget - len(decodes))
             if has_states or request.pictures:
@@ -134,8 +134,8 @@ class RunningRound:
 
     def _make_room(self, request: Request, step: StepBuilder, decodes: list[Request]) -> bool:
         """Release the blocks of a pin, of a finished load or of a request that the policy chooses.
-        Return False if `request` still lacks room, because it was chosen itself, it is the only
-        running request, or a copy still writes to the chosen request's blocks."""
+        Return False if `request` still lacks room, because the policy chose `request`, no other
+        request runs, or a copy still writes to the chosen request's blocks."""
         states = self._states
         if states.release_pin(request):
             return True

@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler: decides, step by step, which requests compute how many tokens.
 
-Prefill and decode are not distinguished. A request has `num_tokens` and `num_computed_tokens`;
-every step reduces the difference, within one token budget for all requests. Running requests come
-first, in the order of their admission. Waiting requests follow in the policy's order
-(`policies.py`, `waiting/admission.py`), unless a running request lacked room. `request_states.py`
-lists the states.
+The scheduler does not distinguish prefill and decode. A request has `num_tokens` and
+`num_computed_tokens`; every step reduces the difference between the two numbers, within one token
+budget for all requests. A step first schedules running requests, in the order of their admission.
+The step then admits waiting requests in the policy's order (`policies.py`, `waiting/admission.py`),
+unless a running request lacked room.
 
 No request can block all others:
 
-- Above `preempt_above` of the pool, the last request in the policy's order (fcfs: the one admitted
-  last) is preempted; from `admit_below` on no request is admitted (`pressure.py`). The only running
-  request is never preempted, and if none runs, one is admitted.
-- The first running request in that order is never preempted. If it lacks room, it takes blocks from
-  requests whose load has ended but that do not run yet, then from running requests, beginning with
-  the last. Only loads in flight can still deny it room. In this case the request keeps its blocks
-  and waits for the connector's reports of these loads, which always come.
-- If no request runs, the first waiting request takes blocks from ended loads too, and the watermark
-  is ignored. The request may use them to run, but not to load: loaded requests come first.
+- While requests hold more than the fraction `preempt_above` of the pool, the last request in the
+  policy's order (fcfs: the last admitted request) is preempted. From the fraction `admit_below` on,
+  no request is admitted (`pressure.py`). The only running request is never preempted; an idle
+  scheduler always admits a request.
+- The first running request in the policy's order is never preempted. If this request lacks room, it
+  takes blocks from waiting requests whose load has ended, then from running requests, beginning
+  with the last. If loads in flight still hold too many blocks, the request keeps its own blocks and
+  waits for the connector's reports of these loads, which always come.
+- If no request runs, the first waiting request also takes the blocks of requests whose load has
+  ended, and the watermark is ignored. A request may take such blocks to run, but not to load.
 - `add_request` refuses a request that could not run even alone."""
 
 from __future__ import annotations
@@ -56,30 +57,30 @@ from .speculation import Speculation
 from .step import NO_STEP, ONE_STEP, EntryKind, Pipelining, StepBuilder, StepEntry, StepInFlight
 from .waiting.admission import Admission
 
-# A deferred request asks the tiers again after this time at the latest, so that a lost wake-up
-# costs only a moment.
+# The longest time until a deferred request is looked up again, in case a wake-up is lost.
 RETRY_SECONDS = 0.02
 
 
 class Pause(Enum):
-    """The requests that a pause stops."""
+    """The requests that `Scheduler.pause` stops."""
 
-    NEW = "new"  # requests that have not run yet wait; running ones finish
+    NEW = "new"  # requests that have not run yet wait; running requests finish
     ALL = "all"
 
 
 class Scheduler:
-    """Called by the engine's step thread only. Only `reset_prefix_cache` may block.
+    """An engine's scheduler, called by the step thread only. Only its `reset_prefix_cache` may
+    block.
 
-    `fails_with_load`: end a request with an error if a tier had some of its blocks but could not
-    load them; otherwise the request computes them. `speculation` decides how many draft tokens each
-    request gets; None: no drafts.
+    `fails_with_load`: whether a request ends with an error if a tier had some of its blocks but
+    could not load them; otherwise the request computes these blocks. `speculation` decides how many
+    draft tokens each request gets; None: no drafts.
 
-    A step is `schedule`, then `update_from_output` or `fail_step` with its result, in the order of
-    the steps. Up to `pipelining.depth` steps may be in flight. A request whose next token is still
-    being computed is not in the following steps, unless `pipelining.runs_ahead`; the worker then
-    inserts this token. A request for which drafts will be proposed after that token still waits. A
-    step without tokens need not come back."""
+    The caller makes a step with `schedule`, and passes the step's result to `update_from_output` or
+    `fail_step`, in the order of the steps. Up to `pipelining.depth` steps may be in flight. A
+    request whose next token is still being computed is left out of the following steps. With
+    `pipelining.runs_ahead` it is left out only if drafts will be proposed after that token;
+    otherwise the worker inserts the token. Steps without tokens need no result."""
 
     def __init__(
         self,
@@ -127,7 +128,7 @@ class Scheduler:
         self._step_id = 0
         self._paused: Pause | None = None
         self._last_failed_id = 0
-        # Whether the last step could do nothing and nothing has happened since.
+        # Whether the last step could do nothing and no event has occurred since that step.
         self._stalled = False
         self._retry_at: float | None = None
 
@@ -171,20 +172,20 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """The number of unfinished requests that do not run; loading ones count, but not requests
-        whose grammar is being compiled."""
+        """The number of unfinished requests that do not run, including loading requests, without
+        requests whose grammar is being compiled."""
         states = self._states
         return states.num_unfinished - len(states.running) - len(states.awaiting_grammar)
 
     def has_runnable_work(self) -> bool:
-        """Whether a step could do anything now. False if all unfinished requests wait for loads, or
-        for room that only loads can release, and the connector has nothing to do."""
+        """Whether a step could do anything now: the connector has work, or an unfinished request
+        waits for more than loads and the room that loads can release."""
         if self._stalled:
             is_due = self._retry_at is not None and time.monotonic() >= self._retry_at
         else:
             num_away = self._states.num_loading + len(self._states.awaiting_grammar)
             is_due = self._states.num_unfinished > num_away
-        if is_due:  # that step also does the connector's work
+        if is_due:  # the next step also does the connector's work
             return True
         if (pins := self._states.pins) and pins.is_due(time.monotonic()):
             return True
@@ -217,7 +218,7 @@ class Scheduler:
         if request.request_id in states.requests:
             raise ValueError(f"request id {request.request_id!r} is in use; give each its own")
         check_request(request, self.manager)
-        # Other requests were counted before, with the request that they continue or belong to.
+        # A request that continues or belongs to another one was counted with that other request.
         if request.continues is None and not request.keeps_blocks:
             self.check_queue()
         if request.embed_bytes:
@@ -274,8 +275,8 @@ class Scheduler:
         self._stalled = False
 
     def schedule(self, held: Set[str] = frozenset()) -> SchedulerOutput:
-        """Return the next step, without the requests whose ids are in `held`. Raises RuntimeError
-        while the maximum number of steps is in flight."""
+        """Schedule the next step, without the requests whose ids are in `held`, and return it.
+        Raises RuntimeError while the maximum number of steps is in flight."""
         if len(self._in_flight) >= self._max_steps_in_flight:
             raise RuntimeError("the first step must be updated or failed before the next is made")
         now = time.monotonic()
@@ -341,7 +342,7 @@ class Scheduler:
         total = output.total_num_scheduled_tokens
         if total:
             self._in_flight.append(StepInFlight(output, step.entries, states.num_departed))
-        # A request that was preempted has left room for those behind it, which may be running.
+        # A preempted request has left room for later requests, which may be running.
         is_idle = total == 0 and not output.preempted_request_ids
         self._stalled = is_idle and len(states.loads.blocking) == num_blocking
         self._retry_at = now + RETRY_SECONDS if retry else None
@@ -362,7 +363,7 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
     ) -> list[TokenOutput]:
-        """Process the worker's result of a step: first the ended loads, then the tokens."""
+        """Process the worker's result of a step: first reports of ended loads, then tokens."""
         _, entries, num_departed = self._land(scheduler_output)
         now = time.monotonic()
         outputs = self._take_reports(runner_output.connector_output, now)
@@ -384,7 +385,7 @@ class Scheduler:
             if not all_current and (
                 request.status is not running or request.num_preemptions != entry[3]
             ):
-                # Ended or preempted during the step. The worker reports a prompt's figures once.
+                # The request ended or was preempted meanwhile. A prompt's figures come only once.
                 told = runner_output.prompt_logprobs.get(request.request_id)
                 if told is not None and not request.is_finished:
                     request.progress.prompt_logprobs = told
@@ -422,7 +423,7 @@ class Scheduler:
                     ended = RequestStatus.FINISHED_PROCESSOR_FAILED
                 outputs.append(self._writer.finish_request(request, ended, now, error))
                 num_ended += 1
-        # Each other output has one token; `num_more` counts further tokens.
+        # Each output of a running request has one token; `num_more` counts further tokens.
         num_tokens = len(outputs) - num_ended + self._writer.num_more - num_more
         self._context.counts["generated_tokens"] += num_tokens
         if runner_output.has_figures:
@@ -437,8 +438,8 @@ class Scheduler:
             request.draft_token_ids = ()
 
     def choosing(self, scheduler_output: SchedulerOutput) -> list[Request]:
-        """Return the requests for which this step in flight samples a token and that still run.
-        Valid once all earlier steps have come back."""
+        """Return the running requests for which this step in flight samples a token. The result is
+        valid once the results of all earlier steps have been processed."""
         for step in self._in_flight:
             if step.output is scheduler_output:
                 return [
@@ -452,8 +453,8 @@ class Scheduler:
         self, scheduler_output: SchedulerOutput, error: BaseException | str
     ) -> list[TokenOutput]:
         """Process an exception of the worker in a step. The requests of this step and of all later
-        steps in flight end with an error. The later steps will not come back. The blocks of these
-        steps are uncached. Other requests continue, and loads in flight are reported as usual."""
+        steps in flight end with an error, and the blocks that these steps cached are uncached. All
+        other requests continue, and loads in flight are reported as usual."""
         landed = self._land(scheduler_output)._replace(output=scheduler_output)
         failed = [landed, *self._in_flight]
         self._in_flight.clear()
@@ -471,7 +472,7 @@ class Scheduler:
                     ended = RequestStatus.FINISHED_ERROR
                     outputs.append(self._writer.finish_request(entry.request, ended, now, text))
                 elif entry.kind is EntryKind.STARTS and not entry.request.is_finished:
-                    # Preempted since then; the worker may never have seen it.
+                    # A preempted request, which the worker may never have received.
                     entry.request.progress.is_known = False
             states.tell_again(step.output.finished_request_ids, step.output.preempted_request_ids)
         states.sweep()
@@ -479,8 +480,8 @@ class Scheduler:
         return outputs
 
     def pause(self, which: Pause) -> None:
-        """Stop the admission of requests that have not run yet, or (ALL) all computing, until
-        `resume`. Held blocks are kept, loads continue, and requests may be added and ended."""
+        """Stop the admission of new requests (`Pause.NEW`), or the computation of all
+        (`Pause.ALL`), until `resume`. Requests keep blocks and loads, and may be added or ended."""
         self._paused = which
         self._stalled = False
 
@@ -496,9 +497,9 @@ class Scheduler:
     def give_up_step(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput | None
     ) -> list[TokenOutput]:
-        """Process a step that came back after a failed one; `runner_output` is None if the worker
-        refused it. The step's tokens are dropped, and its reports of copies are processed. Its
-        ended and preempted requests are sent to the worker again, even if it had no tokens."""
+        """Process the result of a step that was in flight when an earlier step failed;
+        `runner_output` is None if the worker refused the step. The step's tokens are dropped, its
+        reports of copies are processed, and its ended and preempted requests are sent again."""
         self._states.tell_again(
             scheduler_output.finished_request_ids, scheduler_output.preempted_request_ids
         )
@@ -509,8 +510,8 @@ class Scheduler:
         return outputs
 
     def reset_prefix_cache(self, reset_tiers: bool) -> bool:
-        """Uncache all blocks of the pool and, if asked, drop all blocks of the tiers. While a
-        request holds blocks, return False and change nothing."""
+        """Uncache all blocks of the pool and, with `reset_tiers`, drop all blocks of the tiers.
+        While a request holds blocks, return False and change nothing."""
         pool = self.manager.pool
         if pool.num_held > pool.num_reclaimable:
             return False
@@ -548,8 +549,8 @@ class Scheduler:
         }
 
     def _take_back(self, entry: StepEntry, token_ids: list[int] | None) -> None:
-        """Reset the counters to the last accepted draft, before its tokens are appended; K and V
-        after it are invalid. If no token was sampled, a draft's K and V may be the cause, so the
+        """Set the request's `num_computed_tokens` back to the last accepted draft, because later K
+        and V are invalid. If no token was sampled, a draft's K and V may be the cause, so the
         request computes its last token again without drafts."""
         assert self.speculation is not None
         request, num_drafts = entry.request, len(entry.draft_token_ids)
@@ -563,17 +564,17 @@ class Scheduler:
         self.speculation.note_accepted(request, num_drafts, num_accepted)
 
     def _resolve_placeholder(self, request: Request) -> None:
-        """Replace a placeholder: the token that a later step already computes is now known."""
+        """Remove one placeholder: the token that a later step already computes is now known."""
         request.num_placeholders -= 1
         num_tokens = request.num_tokens
         if num_tokens % self.manager.block_size == 0 and request.status is RequestStatus.RUNNING:
-            # The later step could not cache the block.
+            # The later step could not cache the block, because this token was unknown.
             self.manager.cache_scheduled(request, min(num_tokens, request.num_computed_tokens))
 
     def _take_reports(
         self, worker_output: ConnectorWorkerOutput | None, now: float
     ) -> list[TokenOutput]:
-        """Queue requests whose loads ended; with `fails_with_load`, end those that failed."""
+        """Queue requests whose loads ended; with `fails_with_load`, end those whose load failed."""
         has_reports, outputs = self._exchange.take_reports(worker_output, now)
         if has_reports:
             self._stalled = False

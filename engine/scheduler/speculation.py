@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculation: the number of draft tokens of each request, by the measured benefit of drafts.
+"""Speculation chooses the number of draft tokens of each request, from drafts' measured benefit.
 
-A step that checks drafts takes longer than a step without, and gives a request one more token for
-each accepted draft. Two rules use measurements of the running engine:
+A step that checks drafts takes longer than a step without drafts, and gives a request one more
+token for each accepted draft. Two rules use measurements of the running engine:
 
-- *By request*: if too few drafts are accepted to pay, the request gets none for a pause, which
-  doubles each time. If all are accepted, its next step gets twice as many. If drafts pay for no
-  request, new requests begin with a pause, except one in eight.
-- *By batch size*: if steps with drafts give fewer tokens per second than steps without, no request
-  gets drafts for a pause, which doubles each time. Batch sizes are grouped by powers of two.
+- *By request*: if too few of a request's drafts are accepted to save time, the request gets no
+  drafts during a pause, which doubles each time. If all drafts of a step are accepted, the next
+  step gets twice as many. If drafts saved no time in the latest requests, seven in eight new
+  requests begin with a pause.
+- *By batch size*: if steps with drafts give fewer tokens per second than steps without drafts, no
+  request gets drafts during a pause, which doubles each time. Batch sizes are grouped by powers of
+  two.
 
 Speculation changes only the timing of tokens, never the tokens."""
 
@@ -20,18 +22,18 @@ from typing import Any
 from ..request.request import DraftRecord, Request
 from .output import ModelRunnerOutput, SchedulerOutput
 
-_FIRST_DRAFTS = 4  # for a new request
+_FIRST_DRAFTS = 4  # drafts of a new request
 _LEAST_DRAFTS = 2
 _NEWEST = 0.2  # weight of the newest step in an average
 _STEPS_JUDGED = 4  # steps with drafts before a request is judged
 _FIRST_PAUSE_TOKENS = 16
-_MOST_PAUSES = 6  # times that a pause is doubled
-_VAIN_JUDGEMENTS = 2  # bad judgements in a row, after which requests begin with a pause
+_MOST_PAUSES = 6  # how many times a pause is doubled at most
+_VAIN_JUDGEMENTS = 2  # judgements in a row that paused a request, before new requests pause too
 _REQUESTS_BETWEEN_TRIES = 8
 _UNKNOWN_BREAK_EVEN = 0.1
 _LEAST_BREAK_EVEN, _MOST_BREAK_EVEN = 0.02, 0.8
-_PLAIN_STEPS = 4  # steps without drafts that a batch size is measured with first
-_PLAIN_TRIES = 16  # after so many steps it goes on without them
+_PLAIN_STEPS = 4  # measured steps without drafts that a batch size needs before drafts
+_PLAIN_TRIES = 16  # the most steps without drafts before a batch size tries drafts
 _DRAFT_STEPS = 16  # steps with drafts before a batch size is judged
 _LEAST_GAIN = 0.97
 _FIRST_OFF_STEPS = 64
@@ -59,20 +61,20 @@ class _Pace:
     seconds: _Average = field(default_factory=_Average)  # while drafts are in use
     tokens: _Average = field(default_factory=_Average)  # per request, while drafts are in use
     draft_seconds: _Average = field(default_factory=_Average)  # of steps with drafts
-    drafts: _Average = field(default_factory=_Average)  # number of drafts in such steps
+    drafts: _Average = field(default_factory=_Average)  # drafts in steps with drafts
     plain_left: int = _PLAIN_TRIES  # steps still to be made without drafts
     off_steps: int = _FIRST_OFF_STEPS
     num_on: int = 0
 
     @property
     def gain(self) -> float:
-        """Tokens per second with drafts, divided by tokens per second without; 1.0 if unknown."""
+        """Tokens per second with drafts, divided by the rate without drafts; 1.0 if unknown."""
         if not (self.plain_seconds.count and self.seconds.count and self.seconds.value):
             return 1.0
         return self.tokens.value * self.plain_seconds.value / self.seconds.value
 
     def break_even(self, num_requests: int) -> float:
-        """Return the fraction of drafts that must be accepted for drafts to pay."""
+        """Return the fraction of drafts that must be accepted for drafts to save time."""
         plain = self.plain_seconds.value
         if not (plain and self.drafts.count and self.drafts.value):
             return _UNKNOWN_BREAK_EVEN
@@ -83,10 +85,10 @@ class _Pace:
 
 @dataclass(slots=True, eq=False)
 class Speculation:
-    """Gives each request at most `most_drafts` drafts in a step; without `is_adaptive` always that
-    many. `looks_ahead`: the draft model writes K and V into pool slots, so a request needs these
-    blocks before drafts are proposed. Called by the step thread only. Raises ValueError for less
-    than one draft."""
+    """Gives each request at most `most_drafts` drafts in a step; without `is_adaptive` always
+    `most_drafts`. `looks_ahead`: the draft model writes K and V into pool slots, so a request needs
+    these blocks before drafts are proposed. Called by the step thread only. Raises ValueError if
+    `most_drafts` is below 1."""
 
     most_drafts: int
     is_adaptive: bool = True
@@ -94,13 +96,13 @@ class Speculation:
     num_drafts: int = 0  # number of (step, request) pairs with drafts
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    accepted_at: list[int] = field(default_factory=list)  # by the draft's place in its step
+    accepted_at: list[int] = field(default_factory=list)  # by place in the step
     num_pauses: int = 0
     num_switched_off: int = 0
     _paces: dict[int, _Pace] = field(default_factory=dict)
     _num_running: int = 1
     _num_begun: int = 0  # requests that have begun
-    _num_vain: int = 0  # bad judgements since the last good one
+    _num_vain: int = 0  # judgements since the last good one that paused a request
     _is_on: bool = True
 
     def __post_init__(self) -> None:
@@ -109,7 +111,7 @@ class Speculation:
         self.accepted_at = [0] * self.most_drafts
 
     def begin_step(self, num_running: int) -> None:
-        """Announce that a step with `num_running` requests is about to be scheduled."""
+        """Prepare for the scheduling of a step with `num_running` requests."""
         self._num_running = num_running
         if not self.is_adaptive:
             return
@@ -120,7 +122,7 @@ class Speculation:
 
     def most_drafts_of(self, request: Request) -> int:
         """Return how many drafts the worker may propose after the request's next token."""
-        # The answer's last token is never computed, so no draft stands in its place.
+        # The answer's last token is never computed, so a draft for its position is useless.
         useful = request.max_num_tokens - request.num_tokens - 2
         if useful <= 0 or not self._is_on:
             return 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step being scheduled: its requests, their token counts, and the changes for the worker.
+"""The step being scheduled: its requests, their token counts, and the changes sent to the worker.
 
-A request that is new to the worker is described in full, a known request by its changes only; a
-resumed request replaces its block table. A request can be revoked from the step until
-`build_output`. After that the step is in flight until the worker returns its result."""
+The step describes a request that is new to the worker in full, and a known request by its changes
+only; a resumed request replaces its block table. A request can be revoked until `build_output`.
+From then on the step is in flight, until the worker returns the step's result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .speculation import Speculation
 
 
 class EntryKind(Enum):
-    """Whether a request goes on, is new to the worker, or resumes after a preemption."""
+    """Whether a request continues, is new to the worker, or resumes after a preemption."""
 
     GOES_ON = "goes on"
     STARTS = "starts"
@@ -34,12 +34,12 @@ class EntryKind(Enum):
 class StepEntry(NamedTuple):
     request: Request
     num_tokens: int  # tokens to compute
-    num_computed_tokens: int  # before them
-    num_preemptions: int  # of the request so far; if it grows, this step's results are dropped
+    num_computed_tokens: int  # computed before the step
+    num_preemptions: int  # before the step; if it changes, the results are dropped
     block_ids: BlockIds | None  # new for the worker; None: no new blocks
     kind: EntryKind
-    num_placeholders: int  # its tokens under way before the step
-    draft_token_ids: Sequence[int] = ()  # the last tokens that it computes
+    num_placeholders: int  # the request's placeholders before the step
+    draft_token_ids: Sequence[int] = ()  # the last tokens of the entry
 
     @property
     def is_current(self) -> bool:
@@ -55,26 +55,26 @@ class StepEntry(NamedTuple):
 
 
 class Pipelining(NamedTuple):
-    """The number of steps in flight, and whether requests run ahead of tokens being sampled."""
+    """The most steps in flight, and whether requests run ahead of tokens being sampled."""
 
     depth: int = 1
-    # Requests go on after a token that is still being chosen; otherwise they wait for it.
+    # Whether a request is scheduled again while its last token is still being sampled.
     runs_ahead: bool = False
 
 
 class StepInFlight(NamedTuple):
-    """A step that was sent to the worker, with its entries as they were when it was scheduled."""
+    """A step sent to the worker, with the entries that its requests had when it was scheduled."""
 
     output: SchedulerOutput
     entries: list[StepEntry]
-    num_departed: int  # requests that had ended or been preempted before
+    num_departed: int  # requests that had ended or been preempted before the step
 
 
 NO_STEP = StepInFlight(SchedulerOutput([], CachedRequestData(), {}, 0, set(), set()), [], 0)
 
 ONE_STEP = Pipelining()
 _GOES_ON = EntryKind.GOES_ON
-# From a tuple, at half the cost of the class itself.
+# Makes a StepEntry from a tuple at half the cost of the class.
 _step_entry = partial(tuple.__new__, StepEntry)
 
 
@@ -84,31 +84,31 @@ class StepBuilder:
 
     manager: KVCacheManager
     step_id: int
-    budget: int  # tokens that are left
+    budget: int  # tokens that the step may still add
     runs_ahead: bool = False  # see `Pipelining`
     held: Set[str] = frozenset()  # ids of requests that are left out of this step
     speculation: Speculation | None = None  # None: no drafts
     # Room had to be made for a running request, so this step admits no waiting one.
     pressed: bool = False
     entries: list[StepEntry] = field(default_factory=list)  # in batch order
-    has_forks: bool = False  # entries that compute nothing
+    has_forks: bool = False  # whether forks have entries, which compute no tokens
     pictures: PictureCache | None = None  # None: the model reads no pictures
     num_spare_states: int = 0  # the worker's slots for checkpoints in the middle of chunks
-    num_used_states: int = 0  # of these, used by planned chunks
+    num_used_states: int = 0  # the spare slots that planned chunks use
     state_saves: dict[str, list[StateSave]] = field(default_factory=dict)
     wanted_drafts: dict[str, int] = field(default_factory=dict)
-    _to_tell: dict[str, StepEntry] = field(default_factory=dict)  # to tell the worker
+    _to_tell: dict[str, StepEntry] = field(default_factory=dict)  # entries sent in full
 
     def __contains__(self, request: Request) -> bool:
         return any(entry.request is request for entry in self.entries)
 
     def go_on(self, request: Request, num_tokens: int, added: GroupBlocks) -> None:
-        """Add a running request's next `num_tokens`; `added` are the new blocks for them."""
+        """Add a running request's next `num_tokens`; `added` are the new blocks."""
         self._grant(request, num_tokens, self._ids_of(added), EntryKind.GOES_ON)
 
     def decode(self, requests: list[Request]) -> None:
-        """Add one token for each request, in blocks that the request has already. A fast `go_on`:
-        the worker learns of these requests from `num_scheduled_tokens` alone."""
+        """Add one token for each request, in a block that the request has already. The method is
+        faster than `go_on`: only `num_scheduled_tokens` names these requests to the worker."""
         entries, runs_ahead = self.entries, self.runs_ahead
         speculates = self.speculation is not None
         for request in requests:
@@ -125,7 +125,7 @@ class StepBuilder:
         self.budget -= len(requests)
 
     def add_drafts(self, index: int, drafts: Sequence[int], added: GroupBlocks) -> None:
-        """Add drafts to the entry at `index`, after its one token; `added` are their new blocks."""
+        """Add drafts to the entry at `index`, after its one token; `added` are new blocks."""
         entry, count = self.entries[index], len(drafts)
         entry = entry._replace(num_tokens=entry.num_tokens + count, draft_token_ids=drafts)
         self._put_entry(index, entry, added)
@@ -167,7 +167,7 @@ class StepBuilder:
         """Plan the state checkpoints of this step. Called after all entries have their blocks."""
         spare = self.num_spare_states
         for entry in self.entries:
-            # Tokens after the first draft are not certain.
+            # The drafts' tokens are not certain.
             computed, end = entry.num_computed_tokens, entry.end - len(entry.draft_token_ids)
             if saves := states.save(entry.request, computed, end, spare):
                 self.state_saves[entry.request.request_id] = saves
@@ -175,8 +175,7 @@ class StepBuilder:
         states.free_saved()
 
     def start(self, request: Request, num_tokens: int) -> None:
-        """Add a request that is new to the worker and computes `num_tokens` after its
-        `num_computed_tokens` cached or loaded tokens."""
+        """Add a request that is new to the worker, with `num_tokens` after its cached tokens."""
         block_ids = self.manager.get_block_ids(request.request_id)
         self._grant(request, num_tokens, block_ids, EntryKind.STARTS)
 
@@ -185,7 +184,7 @@ class StepBuilder:
         prompt ends in this step, and its logits give the first token of both requests."""
         self.has_forks = child.progress.is_known = True
         self.start(child, 0)
-        # Either may write to a shared block next, so both must go through `allocate_slots`.
+        # Either request may write to a shared block next, so both need `allocate_slots`.
         parent.num_told_tokens = child.num_told_tokens = -1
 
     def resume(self, request: Request, num_tokens: int) -> None:
@@ -196,7 +195,7 @@ class StepBuilder:
     def revoke(self, request: Request) -> None:
         """Remove a request from the step. The request's tokens return to the budget, its new blocks
         are released, and the blocks that the step cached are uncached. A running request returns to
-        its state before the step; a starting or resumed request has no blocks and no computed
+        its state before the step; a starting or resumed request then has no blocks and no computed
         tokens.
 
         Raises KeyError if the request is not in the step. Raises RuntimeError, and changes nothing,
@@ -253,7 +252,7 @@ class StepBuilder:
         )
 
     def _describe(self) -> tuple[list[NewRequestData], CachedRequestData]:
-        """Return the data of requests new to the worker, and the changes of those it knows."""
+        """Return the data of requests new to the worker, and the changes of its known requests."""
         new, cached = [], CachedRequestData()
         states = self.manager.states
         for entry in self._to_tell.values():
@@ -297,8 +296,7 @@ class StepBuilder:
     def _grant(
         self, request: Request, num_tokens: int, block_ids: BlockIds | None, kind: EntryKind
     ) -> None:
-        """Add an entry, and advance `request.num_computed_tokens`; the entry stores the old
-        value."""
+        """Add an entry with the present `request.num_computed_tokens`, which then advances."""
         computed, placeholders = request.num_computed_tokens, request.num_placeholders
         entry = _step_entry((
             request, num_tokens, computed, request.num_preemptions, block_ids, kind, placeholders,
@@ -309,10 +307,10 @@ class StepBuilder:
         self.budget -= num_tokens
         request.num_computed_tokens = request.num_told_tokens = computed = computed + num_tokens
         if computed != request.num_tokens + placeholders:
-            return  # in the middle of its prompt
+            return  # the request is in the middle of its prompt
         if self.speculation is not None and self._waits_for_drafts(request):
             return
-        # If the token chosen now ends the request by length, no further step is needed.
+        # A request whose length limit is reached by this step's token needs no further step.
         if self.runs_ahead and computed + 1 < request.max_num_tokens:
             request.num_placeholders = placeholders + 1
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records of a step trace file, which has one JSON object per line.
 
-    start       an engine has begun to write; the following records are its records
+    start       an engine has begun to write; the following records belong to this engine
     snapshot    the engine will now schedule step `step`
     hit         tokens that a request of the step need not compute
     event       a change of a request's state, with the cause
@@ -37,8 +37,8 @@ class StartRecord(msgspec.Struct, tag_field="record", tag="start", frozen=True, 
 
 
 class SnapshotRecord(msgspec.Struct, tag_field="record", tag="snapshot", frozen=True, gc=False):
-    """The state of an engine just before a step. Counts of CPU blocks are of the CPU tier, or None
-    without it. Cached blocks can be found by their hashes; some are free."""
+    """The state of an engine just before a step. Counts of CPU blocks are counts of the CPU tier,
+    or None without that tier. Cached blocks can be found by hash; some are free."""
 
     step: int
     time: float

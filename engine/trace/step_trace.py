@@ -45,8 +45,8 @@ class StepTrace(Observer):
         self._connector = connector
         self._connector_name = connector_name
         self._step = 0
-        self._num_running = 0  # before the step
-        # Requests of the last step, if it gave each running request, and no other, one token.
+        self._num_running = 0  # running requests before the step
+        # The requests of the last step, if it gave a token to each running request alone.
         self._going_on: dict[str, int] | None = None
         self._decisions = _Decisions()
         self._obstacles: dict[str, str] = {}  # request id → its last recorded obstacle
@@ -135,9 +135,9 @@ class StepTrace(Observer):
             self._going_on = None
             self._writer.put(partial(self._decisions.encode_decision, made, self._now()))
             return
-        # Two such steps in a row with equally many requests have the same requests, since a request
-        # that joins is new or resumed in its step. So this step's dictionary is freed at once, and
-        # the next step gets its memory while it is still in the processor's cache.
+        # Two steps in a row that only decode equally many requests have the same requests, since a
+        # request that joins is new or resumed. So this step's dictionary can be freed at once, and
+        # the next step allocates the same memory, which is still in the processor's cache.
         if self._going_on is None or len(self._going_on) != len(tokens):
             self._going_on = tokens
         self._writer.put(_GoingOn(self._decisions, made.step_id, self._now(), self._going_on))

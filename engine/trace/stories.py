@@ -21,7 +21,7 @@ from .records import (
     StartRecord,
 )
 
-# Obstacles that concern one request only; the next request may go first.
+# Obstacles of a single request, which other requests may overtake.
 _STANDS_ASIDE = {
     each.value
     for each in (
@@ -54,7 +54,7 @@ class Span(NamedTuple):
     state: State
     began: float
     ended: float
-    step: int  # the step in which it began
+    step: int  # the step in which the period began
     obstacle: str = ""
     behind: str = ""
 
@@ -70,9 +70,9 @@ class Story:
     events: list[EventRecord] = field(default_factory=list)
     hits: list[HitRecord] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    num_computed_tokens: int = 0  # in all steps, including recomputed ones
+    num_computed_tokens: int = 0  # in all steps, including recomputed tokens
     num_steps: int = 0
-    last: EventRecord | None = None  # None: it has not ended
+    last: EventRecord | None = None  # None: the request has not ended
 
     @property
     def num_preemptions(self) -> int:
@@ -88,7 +88,7 @@ class Story:
         return found
 
     def waits(self) -> dict[tuple[str, str], float]:
-        """Return the seconds of waiting by (obstacle, request that had it); "" is this request."""
+        """Return the seconds of waiting by (obstacle, id of its request; "": this request)."""
         seconds: dict[tuple[str, str], float] = {}
         for span in self.spans:
             if span.state is State.WAITING and span.ended > span.began:
@@ -106,7 +106,7 @@ class _Open(NamedTuple):
     state: State
     began: float
     step: int
-    obstacle: str  # "": it was not the request's turn
+    obstacle: str  # "": an earlier request in the queue had the obstacle
 
 
 class Stories:
@@ -116,8 +116,8 @@ class Stories:
         self.open: dict[str, Story] = {}
         self.num_dropped = 0
         self._states: dict[str, _Open] = {}
-        self._waiting: set[str] = set()  # waiting requests without an obstacle of their own
-        self._blocker: tuple[str, str] = ("", "")  # (obstacle, request) that they wait for
+        self._waiting: set[str] = set()  # waiting requests without their own obstacle
+        self._blocker: tuple[str, str] = ("", "")  # (obstacle, request) of `_waiting`
         self._now = 0.0
 
     def add_record(self, record: Record) -> Story | None:
@@ -155,10 +155,10 @@ class Stories:
             self.open[request_id] = Story(request_id, event.time, event.step, event.num_tokens)
         story = self.open.get(request_id)
         if story is None:
-            return None  # it was queued before the first record
+            return None  # the request was queued before the first record
         story.events.append(event)
         if event.event == Decision.LOAD_GIVEN_UP.value:
-            return None  # it waits for the same thing as before
+            return None  # the request waits for the same obstacle as before
         before = self._states.pop(request_id, None)
         if before is not None:
             self._leave(story, before, event.time)
@@ -207,7 +207,7 @@ def last_run(records: Iterable[Record]) -> list[Record]:
 
 
 def stories_of(records: Iterable[Record]) -> Iterator[Story]:
-    """Yield the stories of finished requests in the order of their ends, then all others."""
+    """Yield the stories of finished requests in the order of their ends, then all other stories."""
     stories = Stories()
     for record in records:
         if (ended := stories.add_record(record)) is not None:

@@ -12,7 +12,7 @@ from typing import IO, Any
 from .records import DecisionRecord, Record, SnapshotRecord
 from .stories import Stories, Story
 
-_STEPS = 1  # the track of the steps; the tracks of requests follow it
+_STEPS = 1  # the track of the steps; the tracks of requests follow
 _PROCESS = 1
 
 

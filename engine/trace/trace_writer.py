@@ -26,9 +26,9 @@ from .records import DroppedRecord, EncodedDecision, Record
 
 logger = logging.getLogger(__name__)
 
-MOST_QUEUED = 16_384  # records: some thousand steps
+MOST_QUEUED = 16_384  # records of some thousand steps
 MOST_AT_ONCE = 1_024  # records in one write
-# Pause between two writes while there are records. Larger batches cost the steps less.
+# The pause between two writes while records are queued. Larger batches disturb the steps less.
 PAUSE_SECONDS = 0.25
 CLOSE_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
@@ -51,7 +51,7 @@ class TraceWriter:
         self._path = path
         self._most_queued = most_queued
         self._queue: deque[Record | MakeRecord] = deque()
-        self._num_dropped = 0  # since the last queued record
+        self._num_dropped = 0  # records lost since the last queued one
         self._has_failed = False
         self._closing = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -167,7 +167,7 @@ def _open(path: Path) -> int:
                 raise OSError(errno.EMLINK, "it has another name somewhere (a hard link)")
             if status.st_uid == os.geteuid() and status.st_mode & 0o077:
                 os.fchmod(descriptor, 0o600)
-        elif not stat.S_ISCHR(status.st_mode):  # such as /dev/null
+        elif not stat.S_ISCHR(status.st_mode):  # not a character device such as /dev/null
             raise OSError(errno.EINVAL, "it is no ordinary file")
         os.set_blocking(descriptor, True)
     except OSError:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdapterSlots: the adapters in a worker's memory, and which of them have a slot of the model.
+"""AdapterSlots: the adapters in a worker's memory, and the adapters' slots in the model.
 
     loaded ──► host memory, in the form of the model's products
-    in use ──► a slot: put there before the first step that needs it, and left there until another
-               adapter needs the slot
+    in use ──► a slot: written before the first step that needs it, kept until another adapter
+               needs the slot
 
-The copies into a slot are queued before the step's forward pass and after all earlier ones, so no
-step reads a slot while it changes.
+The copies into a slot are queued before the step's forward pass and after all earlier forward
+passes, so no step reads a slot while the slot changes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ReadAdapter(NamedTuple):
     fingerprint: bytes
     rank: int
     num_bytes: int
-    # In the form of the model's products; None: another process reads it again.
+    # The weights in the form of the model's products; None: another process reads the files again.
     prepared: PreparedAdapter | None = None
 
 
@@ -49,7 +49,7 @@ class AdapterSlots:
     ) -> None:
         self._slots, self._spec, self._dtype, self._max_rank = slots, spec, dtype, max_rank
         self._loaded: dict[bytes, PreparedAdapter] = {}
-        self._slot_of: dict[bytes, int] = {}  # the adapter that was used longest ago first
+        self._slot_of: dict[bytes, int] = {}  # the least recently used adapter first
 
     def read_adapter(self, path: Path) -> ReadAdapter:
         """Read an adapter. Any thread may call this. Raises ConfigError like `AdapterFile.read`."""
@@ -70,7 +70,7 @@ class AdapterSlots:
         self._loaded.setdefault(adapter.fingerprint, adapter.prepared)
 
     def drop_adapter(self, fingerprint: bytes) -> None:
-        """Forget an adapter that no request has any more; an unknown one is ignored."""
+        """Drop an adapter that no request has any more; an unknown adapter is ignored."""
         self._loaded.pop(fingerprint, None)
         slot = self._slot_of.pop(fingerprint, None)
         if slot is not None:
@@ -98,7 +98,7 @@ class AdapterSlots:
             raise ValueError(
                 f"a step has {len(used)} adapters, and the model has {self._slots.num_slots} slots"
             )
-        for fingerprint in used:  # first those that have a slot, so that they keep it
+        for fingerprint in used:  # adapters with a slot come first, to keep the slot
             if fingerprint in self._slot_of:
                 self._slot_of[fingerprint] = self._slot_of.pop(fingerprint)
         for fingerprint in used:

@@ -23,10 +23,10 @@ class BegunStep:
     output: SchedulerOutput
     result: ModelRunnerOutput
     hidden: Tensor | None = None  # [rows, hidden]; None: no request gets a token
-    rows: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # rows that get one
+    rows: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # rows that get a token
     drafted: DraftedRows | None = None  # None: each of `rows` has one row of logits
     sampled: SampledStep | None = None  # None: before `sample`, or no row gets a token
-    error: Exception | None = None  # an error after its forward pass was launched
+    error: Exception | None = None  # an error after the forward pass was launched
 
 
 class SampledStep(NamedTuple):

@@ -2,8 +2,8 @@
 """BlockCopier: copies of whole pages within the KV pool, on its device.
 
 A copy is needed when a request is about to write to a block that it shares with other requests. The
-overwritten page may be an evicted one that the connector still has to read, so the copy must run
-after this read. On a GPU the order of the stream ensures this."""
+target page may be an evicted page that the connector still has to read, so the copy must run after
+that read. On a GPU the stream keeps this order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NONE = -1
 
 class BlockCopier:
     """Copies pages of the KV pool. The constructor compiles the kernel, so that the first copy does
-    not wait for it."""
+    not wait for the compiler."""
 
     def __init__(self, pool: Tensor, kernel: str) -> None:
         """`pool` is `[pages, …]`; the memory of each page is contiguous. `kernel` is a name from

@@ -40,7 +40,7 @@ class BlockTable:
         number in an entry of the table (default: `block_size`). Raises ValueError if
         `kernel_block_size` does not divide `block_size`."""
         self.given_size = block_size  # tokens of a block
-        self.block_size = kernel_block_size or block_size  # tokens of an entry
+        self.block_size = kernel_block_size or block_size  # tokens of a table entry
         self._entries_per_block, rest = divmod(block_size, self.block_size)
         if rest:
             raise ValueError(

@@ -3,7 +3,7 @@
 updated by the changes of each step.
 
 A step removes rows, then adds rows, then calls `condense_rows`, which moves the last rows into the
-empty ones and returns a `BatchUpdate`. The sampler applies the same `BatchUpdate` to its rows."""
+empty rows and returns a `BatchUpdate`. The sampler applies the same `BatchUpdate` to its rows."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class WorkerRequest:
     params: SamplingParams
     output_token_ids: list[int] = field(default_factory=list)
     has_prompt_tokens: bool = True  # False: the prompt is embeddings
-    pooling: str = ""  # the wanted hidden states of the prompt
-    cache_salt: bytes = b""  # the salt of its tenant
+    pooling: str = ""  # the requested pooled hidden states of the prompt
+    cache_salt: bytes = b""  # the salt of the request's tenant
     num_likeliest: int = 0  # see `NewRequestData`
     routed_from: int | None = None  # see `NewRequestData`
-    adapter: bytes = b""  # the fingerprint of its adapter; b"": none
+    adapter: bytes = b""  # the fingerprint of the request's adapter; b"": none
 
     @property
     def num_tokens(self) -> int:
@@ -60,9 +60,9 @@ class ExpectedTokens(NamedTuple):
     """The tokens that the device is still sampling in a step, one for each request."""
 
     requests: list[WorkerRequest]
-    rows: IntArray  # their rows at this time
+    rows: IntArray  # the requests' rows when `expect_tokens` was called
     positions: IntArray  # [requests] positions of the tokens
-    num_updates: int  # number of batch updates at this time
+    num_updates: int  # number of batch updates when `expect_tokens` was called
 
 
 class InputBatch:
@@ -77,19 +77,19 @@ class InputBatch:
         self.max_model_len = max_model_len
         self.requests: list[WorkerRequest | None] = [None] * max_rows
         self.row_of: dict[str, int] = {}
-        # Rows that are never used take no memory, since the system gives it at the first touch.
+        # Unused rows take no memory, since the system allocates pages at the first write.
         self.token_ids: npt.NDArray[np.int32] = np.zeros((max_rows, max_model_len), np.int32)
         self.num_prompt: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)  # tokens
         self.num_tokens: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.num_computed: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
-        # Tokens with K and V of the draft model too.
+        # The number of tokens for which the draft model has K and V too.
         self.num_draft_computed: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
-        # Tokens at the time of the last request for drafts.
+        # The number of tokens at the last request for drafts.
         self.drafts_asked_at: npt.NDArray[np.int64] = np.zeros(max_rows, np.int64)
         self.expected_index: npt.NDArray[np.int64] = np.full(max_rows, _KNOWN)
         self._num_updates = 0
         self._builder = BatchUpdateBuilder()
-        self._end = 0  # rows in use lie below it; holes only during a step
+        self._end = 0  # all used rows are below; empty rows below exist only during a step
 
     def __len__(self) -> int:
         return len(self.row_of)
@@ -158,9 +158,9 @@ class InputBatch:
     def late_tokens(
         self, chosen: Tensor | None, rows: IntArray, computed: IntArray, counts: IntArray
     ) -> LateTokens | None:
-        """Return the last tokens of rows whose ids only the device has, because they are among the
-        tokens `chosen` in the previous step. Return None if there are none. Each of `rows` computes
-        `counts` tokens after its `computed` tokens."""
+        """Return the last tokens of rows whose ids only the device has, because the previous step
+        has just `chosen` them. Return None if there are none. Each of `rows` computes `counts`
+        tokens after its `computed` tokens."""
         if chosen is None:
             return None
         index = self.expected_index[rows]
@@ -248,8 +248,8 @@ class InputBatch:
         return held
 
     def refill(self, held: Iterable[HeldRow]) -> None:
-        """Replace the content of the batch by these requests, instead of a step's removals. The
-        next `BatchUpdate` empties all rows and fills them again."""
+        """Replace the content of the batch by the requests in `held`, instead of a step's removals.
+        The next `BatchUpdate` empties all rows and fills them again."""
         self.requests = [None] * len(self.requests)
         self.row_of.clear()
         self._num_updates += 1
@@ -262,7 +262,7 @@ class InputBatch:
             self.num_draft_computed[row] = num_draft_computed
 
     def row_of_request(self, request: WorkerRequest) -> int | None:
-        """Return the row of this request, not of one with the same id; None if it has left."""
+        """Return the row of `request`, not of another with its id; None if `request` has left."""
         row = self.row_of.get(request.request_id)
         return row if row is not None and self.requests[row] is request else None
 

@@ -33,8 +33,7 @@ from ..models.dtypes import pool_dtype
 from .pool_demand import SHARE_FLAG, check_memory
 
 AT_ONCE_BYTES = 128 * MIB
-# The part of a larger pool that is taken at once. The first requests write there before the thread
-# has taken the rest.
+# The bytes of a larger pool that are allocated at once, for the first requests.
 _FIRST_BYTES = 32 * MIB
 _LOWEST_PRIORITY = 19
 
@@ -67,8 +66,8 @@ class KvPool:
             raise ConfigError(
                 f"the KV pool needs at least 2 blocks (one is the null block), not {num_blocks}"
             )
-        # Checked again, since the tiers may have taken memory meanwhile: with too large a pool the
-        # system would kill the process later, without an error.
+        # The memory is checked again, since the tiers may have taken some: with too large a pool
+        # the system would kill the process later, without an error.
         if device.type == "cpu":
             check_memory(layout.page_bytes, num_blocks)
         self.layout = layout
@@ -120,10 +119,10 @@ def _memory_of(device: torch.device) -> str:
 def zeroed_memory(num_bytes: int) -> Tensor:
     """Allocate `[num_bytes]` uint8 zeros, in huge pages if the system has some. If `num_bytes`
     exceeds AT_ONCE_BYTES, only the first pages are allocated at once. A thread with the lowest
-    priority touches the remaining pages, so that the system allocates them; it ends when it is done
-    or when the memory is freed. Without the compiled library or the thread, the system allocates
-    each page at its first use. Raises OSError or RuntimeError if the system cannot allocate the
-    memory."""
+    priority touches the remaining pages, so that the system allocates them, and ends with the last
+    page or when the memory is freed. Without the compiled library or the thread, the system
+    allocates each page at its first use. Raises OSError or RuntimeError if the system cannot
+    allocate the memory."""
     if num_bytes <= AT_ONCE_BYTES:  # by malloc, which may reuse the pages of an earlier pool
         memory = torch.empty(num_bytes, dtype=torch.uint8)
         ask_for_huge_pages(memory)

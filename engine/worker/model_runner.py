@@ -7,8 +7,8 @@ waits once in a step, for the sampled tokens. The next step can begin before:
 
     begin 1 · sample 1 · begin 2 · collect 1 · sample 2 · begin 3 · collect 2 · ...
 
-Step 2 reads the tokens of step 1 on the device. The host collects them before step 2 samples, so
-sampling (penalties, seeds, masks) sees them."""
+Step 2 reads the tokens of step 1 on the device. The host collects these tokens before step 2
+samples, because sampling depends on them (penalties, seeds, masks)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ DEFAULT_PLACEMENT = Placement()
 
 
 class StepRefused(RuntimeError):
-    """The step was scheduled before an earlier step failed. Nothing of the step was computed."""
+    """The error of a step that was scheduled before an earlier step failed, and was not
+    computed."""
 
 
 P = ParamSpec("P")
@@ -126,7 +127,7 @@ class ModelRunner:
         `max_num_batched_tokens` in all. `runtime` is the runtime of the placement's device;
         `processors` are logits processors of other packages. `proposer`, or the model or EAGLE head
         `draft`, proposes at most `most_drafts` tokens for a request in a step. With
-        `tells_experts`, requests may ask for the experts of their tokens. A step has at most
+        `tells_experts`, clients may request the experts of tokens. A step has at most
         `num_adapter_slots` different adapters, each of rank `max_lora_rank` or less. Raises
         ConfigError if the weights do not fit `spec`, the pool cannot hold one request of the
         requested length, the layers cannot be divided into `num_groups` groups, or a processor
@@ -215,7 +216,7 @@ class ModelRunner:
             if loaded.encoder is not None:
                 self._pictures = PictureInputs(loaded.encoder, spec, device)
             self._last_failed_id = 0
-            self._due: BegunStep | None = None  # sampled; its tokens are not collected yet
+            self._due: BegunStep | None = None  # a sampled step with uncollected tokens
             self._connector = NullConnectorWorker() if connector is None else connector
             self._connector.register_pool(self.pool.tensor)
 
@@ -250,9 +251,9 @@ class ModelRunner:
         """Start a step's copies, apply its changes of the batch, and launch its forward pass. The
         previous step must have been sampled. Raises an error that fails the whole step; later steps
         raise StepRefused, unless they name this step in `last_failed_id`. See `StepBatch`."""
-        # Before any load: loads may write to the pages with the initial states of requests.
+        # The states are read first, because loads may write to the pages with initial states.
         fault = None if self._states is None else self._begin_states(self._states, output)
-        # The promised copies begin and are reported even if a later part fails.
+        # The step's copies begin and are reported even if a later part of the step fails.
         self._connector.start_step(output.connector_meta or NOTHING_TO_MOVE)
         due = self._due
         if due is not None and due.sampled is not None and not due.sampled.choice.is_final:
@@ -323,7 +324,7 @@ class ModelRunner:
 
     @property
     def adapters(self) -> AdapterSlots:
-        """The adapters of the model. Raises ValueError for a model that takes none."""
+        """The adapters of the model. Raises ValueError for a model without adapter slots."""
         if self._adapters is None:
             raise ValueError("the model was loaded without slots for adapters")
         return self._adapters
@@ -377,7 +378,7 @@ class ModelRunner:
         tables = batch.tables
         slots = tables.slot_mapping(token_rows, positions)
         token_ids = batch.token_ids[token_rows, positions].astype(np.int64)
-        # Only a request that reaches its last known token chooses a token.
+        # Tokens are sampled only for requests that reach their last known token.
         ready = computed + counts - num_drafts == batch.num_tokens[rows]
         step.rows, last = self._steps.with_forks(
             step.output.new_requests, rows[ready], (np.cumsum(counts) - 1)[ready]
@@ -444,7 +445,7 @@ class ModelRunner:
         batch.num_computed[rows] += counts
         if not ready.all():
             step.result.sampled_token_ids = {request_id: [] for request_id in scheduled}
-            # Reported early, so that the rest of the prompt is not computed.
+            # Failures are reported early, so that the rest of the prompt is not computed.
             self._tokens.write_failures(self._sampler.failures(rows), rows, step.result)
         if len(last):
             step.hidden = hidden[: len(last)]

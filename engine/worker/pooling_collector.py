@@ -61,7 +61,7 @@ class PoolingCollector:
         self._wishes: dict[str, PoolingWish] = {}
 
     def add(self, request: WorkerRequest) -> None:
-        """Add a new request if it asks for its embedding. A request that already has output tokens
+        """Add a new request that requests its embedding. A request that already has output tokens
         got its embedding before it was preempted."""
         if request.pooling and not request.output_token_ids:
             self._wishes[request.request_id] = PoolingWish(request)

@@ -71,7 +71,7 @@ class PromptLogprobsCollector:
         return bool(self._wishes)
 
     def add(self, request: WorkerRequest) -> None:
-        """Add a new request if it asks for prompt log-probabilities. A request that already has
+        """Add a new request that requests prompt log-probabilities. A request that already has
         output tokens got its entries before it was preempted."""
         count = request.params.prompt_logprobs
         if count is not None and not request.output_token_ids:

@@ -21,7 +21,7 @@ from ..request.routed_rows import RoutedRows
 from ..scheduler.output import ModelRunnerOutput
 from .input_batch import InputBatch, WorkerRequest
 
-_ONE_BYTE = 256  # so many experts have numbers of one byte
+_ONE_BYTE = 256  # the most experts whose numbers fit into one byte
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class _Record:
 
 
 class RoutedExpertsCollector:
-    """The requests that get their experts. Each step calls `record_step`, then `deliver_rows`."""
+    """The present requests for experts. Each step calls `record_step`, then `deliver_rows`."""
 
     def __init__(self, chosen: Tensor, num_experts: int, max_model_len: int) -> None:
         """`chosen` is int32 `[layers, tokens, experts of a token]`; each step overwrites it."""
@@ -42,7 +42,7 @@ class RoutedExpertsCollector:
         self._records: dict[str, _Record] = {}
 
     def add_request(self, request: WorkerRequest) -> None:
-        """Add a new request if it asks for its experts. If it has output tokens (after a
+        """Add a new request that requests its experts. If it has output tokens (after a
         preemption), the experts before its last token were delivered."""
         first = request.routed_from
         if first is None:
@@ -54,7 +54,7 @@ class RoutedExpertsCollector:
         self._records[request.request_id] = _Record(request, first, rows, told)
 
     def remove_request(self, request_id: str) -> None:
-        """Drop a request that has ended. A request that asked for no experts is ignored."""
+        """Drop a request that has ended. A request without experts to report is ignored."""
         self._records.pop(request_id, None)
 
     def record_step(

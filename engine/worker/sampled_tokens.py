@@ -105,7 +105,7 @@ class SampledTokens:
 
 def _note_lost(request_id: str, place: int, sampled: Sampled, result: ModelRunnerOutput) -> bool:
     """Write to the result the reason why a request gets no token from row `place` of the logits.
-    Return False if it gets a token."""
+    Return False if the request gets a token."""
     if not sampled.is_finite[place]:
         result.nan_request_ids.add(request_id)
     elif place in sampled.failures:

@@ -6,7 +6,7 @@ states after all of its computed tokens. A step does the following, in this orde
 
     pages ──► slot       for requests that start at a saved state (checkpoint); before anything else
     forward pass         reads and writes each request's slot, and writes spare slots
-    slots ──► pages      checkpoints: states that the scheduler wants to be saved
+    slots ──► pages      checkpoints: states that the step must save
     slot ──► slot        from a request whose prompt has ended to its forks
 
 In a step with draft tokens, the states after each row are written to a separate slot. The request
@@ -14,7 +14,7 @@ continues from the slot of the last accepted draft. The next step finds this slo
 computed tokens.
 
     computed 7, drafts a b     row 0 ──► slot 1     row 1 (a) ──► slot 2     row 2 (b) ──► slot 3
-    next step: computed 9      goes on from slot 2
+    next step: computed 9      continues from slot 2
 
 A saved slot fills its pages in order; the last page is padded with zeros."""
 
@@ -75,7 +75,7 @@ class StateSlots:
         firsts = range(first_spare - each, -1, -each)
         self._free = [list(range(first, first + each)) for first in firsts]
         self._requests: dict[str, _RequestSlots] = {}
-        self._saves: list[tuple[int, list[int]]] = []  # of the step: slot, pages
+        self._saves: list[tuple[int, list[int]]] = []  # checkpoints of the step: slot, pages
 
     @classmethod
     def allocate(
@@ -130,7 +130,7 @@ class StateSlots:
             own = self._requests[request_id]
             own.move_to(num_computed)
             source = own.current if num_computed else None
-            behind: dict[int, int] = {}  # row → slot for the states before it
+            behind: dict[int, int] = {}  # row → slot for the states before the row
             if request_id in output.draft_token_ids:
                 others = [slot for slot in own.slots if slot != own.current]
                 own.drafted_from, own.drafted = num_computed, others[:count]
@@ -160,7 +160,7 @@ class StateSlots:
                 raw[requests[new.request_id].current] = raw[requests[new.fork_of].current]
 
     def _enter(self, request_id: str, page_ids: list[int]) -> None:
-        self._release(request_id)  # left by a step that failed
+        self._release(request_id)  # a failed step may have left slots
         slots = self._free.pop()
         self._requests[request_id] = _RequestSlots(slots, slots[0])
         if page_ids:

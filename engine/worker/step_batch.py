@@ -14,8 +14,8 @@ from .input_batch import HeldRow, InputBatch, WorkerRequest
 
 
 class StepBatch:
-    """All requests of the worker, and its batch. `requests` has all requests by id, also those that
-    are not in the batch (preempted ones).
+    """All requests of the worker, and its batch. `requests` has all requests by id, including
+    preempted requests, which are not in the batch.
 
     If an update fails midway, the step fails, and the scheduler ends the requests of this step. The
     batch is then incomplete, so the next step first gives every other request a row again."""
@@ -24,7 +24,7 @@ class StepBatch:
         self.batch = batch
         self.requests: dict[str, WorkerRequest] = {}
         self._is_dirty = False
-        # While dirty: the rows to restore, for requests that are in no failed step.
+        # After a failed update: the rows to restore, for requests in no failed step.
         self._held: list[HeldRow] | None = None
 
     def apply_step(self, output: SchedulerOutput, take: Callable[[BatchUpdate], None]) -> None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters: the LoRA adapters of vLLM's requests, by the content of their files.
+"""Adapters identifies the LoRA adapters of vLLM's requests by the content of their files.
 
 vLLM's block hash covers an adapter's name and path, not its content. For a request with an adapter
-this module makes hashes of its own: vLLM's hasher runs on a view of the request whose adapter has
-our label for a name and no path. So the same content has the same keys wherever it lies, and other
-content has others. The hashes of requests without adapters stay those of vLLM.
+this module makes other hashes: vLLM's hasher runs on a view of the request, in which the adapter's
+name is a label made from its content and the path is empty. So equal content has equal keys in any
+folder, and different content has different keys. Requests without adapters keep vLLM's hashes.
 
-vLLM reads an adapter's files when it loads it, and tells no connector so. The content belongs to
-vLLM's id of the adapter (`lora_int_id`):
+vLLM reads the files when it loads an adapter, without a call to the connector. This module records
+the content by vLLM's id of the adapter (`lora_int_id`):
 
     a new id                       its files are hashed, in a thread; its first request waits
     a request with load_inplace    vLLM reads the files again in each step; if they have changed,
@@ -47,16 +47,16 @@ OTHER_PATH = "vLLM has another folder loaded under its id; give each adapter an 
 
 @dataclass(slots=True, eq=False)
 class _Content:
-    """The content that vLLM's id of an adapter stands for."""
+    """The content of the adapter with one of vLLM's ids."""
 
     adapter_id: int
     path: str
     hashing: Future[AdapterName]
-    fault: str = ""  # why its blocks are not stored
+    fault: str = ""  # why blocks of the content are not stored
 
     @property
     def fingerprint(self) -> bytes | None:
-        """The fingerprint; None while it is made, and if there is none."""
+        """Return the fingerprint; None until it is made, and for files that cannot be read."""
         if self.fault or not self.hashing.done():
             return None
         error = self.hashing.exception()
@@ -66,7 +66,7 @@ class _Content:
         return None
 
     def check_unchanged(self) -> bool:
-        """Whether the files are as they were; they count as unchanged until they are hashed."""
+        """Whether the files are unchanged; files that are not hashed yet count as unchanged."""
         return self.fingerprint is None or self.hashing.result().is_unchanged
 
 
@@ -76,13 +76,13 @@ class RequestAdapter:
 
     content: _Content
     settings: str
-    fault: str = ""  # of this request alone
-    # Whether vLLM computed it behind blocks of another content, so that its blocks are of neither.
+    fault: str = ""  # why this request alone is refused
+    # Whether vLLM computed the request's blocks after blocks of another content.
     is_mixed: bool = False
-    cached_ends: dict[int, int] = field(default_factory=dict)  # blocks cached, by cache group
-    is_counted: bool = False  # among the refused ones
+    cached_ends: dict[int, int] = field(default_factory=dict)  # cache group → cached blocks
+    is_counted: bool = False  # whether counted as refused
     _hashes: list[bytes] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # the tiers' thread asks too
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # the tiers' thread calls too
 
     @property
     def adapter_id(self) -> int:
@@ -90,16 +90,16 @@ class RequestAdapter:
 
     @property
     def is_pending(self) -> bool:
-        """Whether its files are still being hashed."""
+        """Whether the adapter's files are still being hashed."""
         return not (self.fault or self.content.fault or self.content.hashing.done())
 
     @property
     def fingerprint(self) -> bytes | None:
-        """The fingerprint of its content; None if the request is pending or refused."""
+        """The fingerprint of the adapter's content; None if the request is pending or refused."""
         return None if self.fault else self.content.fingerprint
 
     def hashes_of(self, request: Any) -> Sequence[bytes]:
-        """The hashes of the request's blocks; none if there is no fingerprint."""
+        """Return the hashes of the request's blocks; empty without a fingerprint."""
         fingerprint = self.fingerprint
         hasher = getattr(request, "_block_hasher", None)
         if fingerprint is None or hasher is None:
@@ -119,7 +119,7 @@ class RequestAdapter:
 
 
 class _Labelled:
-    """A view of one of vLLM's requests for vLLM's hasher, with a label for its adapter."""
+    """A view of a vLLM request for vLLM's hasher, with a label as the adapter's name."""
 
     def __init__(self, request: Any, label: str, block_hashes: list[bytes]) -> None:
         self._request = request
@@ -133,7 +133,7 @@ class _Labelled:
 
 
 class Adapters:
-    """The adapters of one engine. `settings` are vLLM's settings that change what they compute."""
+    """The adapters of one engine. `settings` is a digest of vLLM's settings for adapters."""
 
     def __init__(self, settings: str = "") -> None:
         self._settings = settings
@@ -145,7 +145,7 @@ class Adapters:
         self.num_refused = 0
 
     def adapter_of(self, request: Any) -> RequestAdapter | None:
-        """The adapter of a request; None if it has none."""
+        """Return the adapter of a request; None for a request without an adapter."""
         lora = request.lora_request
         if lora is None:
             return None
@@ -155,7 +155,7 @@ class Adapters:
         return adapted
 
     def is_refused(self, adapted: RequestAdapter) -> bool:
-        """Whether the request, which is not pending, may neither store nor load. Log why, once."""
+        """Whether a request, not pending, may neither store nor load. Log the reason once."""
         if adapted.fingerprint is not None:
             return False
         if not adapted.is_counted:
@@ -173,8 +173,8 @@ class Adapters:
         return True
 
     def take_changed(self) -> set[int]:
-        """The ids of running adapters whose content has changed since the last call. From now on
-        their requests are refused."""
+        """Return the ids of adapters in use whose content has changed since the last call. From
+        then on the adapters' requests are refused."""
         for content in {each.content for each in self._adapted.values()}:
             if not content.check_unchanged():
                 self._replace(content)
@@ -211,13 +211,13 @@ class Adapters:
         )
 
     def _replace(self, content: _Content) -> None:
-        """End a content: its requests are refused, and its blocks lose their keys."""
+        """Refuse the requests of a content from now on, and remove the keys of its blocks."""
         content.fault = content.fault or CHANGED
         self._changed.add(content.adapter_id)
 
 
 def adapter_settings(vllm_config: Any) -> str:
-    """A digest of vLLM's settings that change what adapters compute; empty without adapters."""
+    """Return a digest of vLLM's settings for adapters' results; empty without adapters."""
     config = getattr(vllm_config, "lora_config", None)
     if config is None:
         return ""

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StrataConnector: vLLM makes one in its scheduler and one in each worker, and calls both kinds in
-every step. This class passes each call to its `SchedulerRole` or `WorkerRole`. docs/vllm.md says
-how to switch it on.
+"""StrataConnector, a KV connector of vLLM. vLLM makes one connector in its scheduler and one in
+each worker, and calls all connectors in every step. The class passes each call to its
+`SchedulerRole` or `WorkerRole`. docs/vllm.md describes the configuration.
 
     scheduler   get_num_new_matched_tokens → update_state_after_alloc → build_connector_meta
     worker      handle_preemptions → (forward pass) → get_transfer_results → report
     scheduler   update_connector_output
 
-Every load is asynchronous: its request waits in vLLM's scheduler and delays no other request. If a
-load brought only its first blocks, or none, vLLM computes the rest: the connector reports the ids
-of the missing blocks. vLLM can use these ids only with one cache group; with several groups a load
-brings all its blocks or fails. The worker of each rank reports the end of its part of a load; vLLM
-goes on when all ranks have reported."""
+Every load is asynchronous: the request waits in vLLM's scheduler and delays no other request. If a
+load brought only its first blocks, or no block, the connector reports the ids of the missing
+blocks, and vLLM computes these blocks. vLLM can use the ids only with one cache group; with several
+groups a load brings all its blocks or fails. The worker of each rank reports the end of its part of
+a load; the request continues when all ranks have reported."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .worker_role import WorkerRole
 
 log = logging.getLogger(__name__)
 
-# One contiguous page for all layers of a block, so that a GPU copies few large pieces.
+# All layers of a block are one contiguous page, so that a GPU copies few large pieces.
 GPU_LAYOUT = "BLHNC"
 
 
@@ -78,8 +78,8 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         self._stats = StatsSource()
         self._process_id = os.getpid()
         if role is KVConnectorRole.SCHEDULER:
-            # vLLM reads this after making the connector. It then computes requests whose blocks
-            # were lost, and does not fail them.
+            # vLLM reads the policy after it has made the connector, and then computes requests
+            # whose blocks were lost instead of failing them.
             vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
             self._scheduler = open_scheduler_role(vllm_config, kv_cache_config)
             atexit.register(self.shutdown)
@@ -87,7 +87,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
             settings_in(vllm_config)
             self._worker = WorkerRole(plan_pages(kv_cache_config), vllm_config.parallel_config.rank)
 
-    # Both
+    # Calls of both roles
 
     def shutdown(self) -> None:
         """Write unwritten blocks, and release all. Idempotent. No effect in a forked process."""
@@ -100,7 +100,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.shutdown()
 
     def get_kv_connector_stats(self) -> StrataStats | None:
-        """Return the tiers' statistics if they are due, else None."""
+        """Return the tiers' statistics; None if no report is due."""
         if self._scheduler is None or not self._stats.is_due:
             return None
         try:
@@ -120,7 +120,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Return GPU_LAYOUT; None on vLLM's CPU build, which has one layout only."""
+        """Return GPU_LAYOUT; None on vLLM's CPU build, which has a single layout."""
         return None if versions.is_cpu_build() else GPU_LAYOUT
 
     @classmethod
@@ -137,7 +137,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> StrataPromMetrics:
         return StrataPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    # In vLLM's scheduler
+    # Calls in vLLM's scheduler
 
     @property
     def _role_in_scheduler(self) -> SchedulerRole:
@@ -145,7 +145,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Take vLLM's block pool. The base class's `bind_kv_cache_manager` calls this."""
+        """Register vLLM's block pool. The base class calls this from `bind_kv_cache_manager`."""
         self._role_in_scheduler.bind_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
@@ -154,23 +154,23 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See `SchedulerRole.matched`; `num_computed_tokens` are in vLLM's own cache."""
+        """Call `SchedulerRole.matched`; vLLM's own cache has `num_computed_tokens`."""
         return self._role_in_scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Begin the load of a request, if any; `blocks` are all its blocks."""
+        """Begin the load of a request, if any; `blocks` are all blocks of the request."""
         if num_external_tokens:
             block_ids = blocks.get_block_ids()
             self._role_in_scheduler.allocated(request, block_ids, num_external_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """All groups' ids, so that vLLM does not clear their new blocks. Called since vLLM 0.32."""
+        """Return all groups' ids, so that vLLM clears no new blocks. Called since vLLM 0.32."""
         return tuple(range(self._role_in_scheduler.num_groups))
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        """The numbers of external tokens by vLLM's CacheHitSource. Called since vLLM 0.32."""
+        """Count the external tokens by vLLM's CacheHitSource. Called since vLLM 0.32."""
         num_near, tiers = self._role_in_scheduler.hits_of(request.request_id)
         return versions.hit_sources(num_near, num_external_tokens, tiers)
 
@@ -190,21 +190,21 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Drop a request that has ended. Return False, so that vLLM may free its blocks. Freed
-        blocks can be copied until they are overwritten, which `PoolWatch` reports in time."""
+        """Drop a request that has ended. Return False, so that vLLM may free its blocks. A freed
+        block can be copied until it is overwritten; `PoolWatch` reports evicted blocks before."""
         return False, self._role_in_scheduler.end_request(request)
 
     def take_events(self) -> Iterable[Any]:
         return self._role_in_scheduler.take_events()
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM must run steps without requests, to store or report blocks."""
+        """Whether vLLM must run steps without requests, so that blocks are stored or reported."""
         return self._role_in_scheduler.has_pending_work()
 
     def reset_cache(self) -> bool | None:
         return self._role_in_scheduler.reset()
 
-    # In vLLM's worker
+    # Calls in vLLM's worker
 
     @property
     def _role_in_worker(self) -> WorkerRole:
@@ -212,7 +212,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """Take vLLM's tensors, by layer name. Raises ConfigError for an unknown layout."""
+        """Register vLLM's tensors, by layer name. Raises ConfigError for an unknown layout."""
         self._role_in_worker.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -221,7 +221,7 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
             self._role_in_worker.begin_step(kv_connector_metadata.plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Return at once: loads have begun already, and no forward pass waits for one."""
+        """Return at once: loads have begun already, and no forward pass waits for a load."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return at once: loads have begun already."""
@@ -235,14 +235,14 @@ class StrataConnector(KVConnectorBase_V1, SupportsHMA):
         """Return at once: stores have begun already."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """The loads that have ended. Stores are not reported, because no request waits for one."""
+        """Return the ended loads. Stores are not reported, because no request waits for a store."""
         results = self._role_in_worker.results()
         return KVConnectorTransferResults(
             finished_recving=results.finished, failed_recving=results.failed
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks that the loads of the last `get_transfer_results` did not fill."""
+        """Return the blocks that the loads of the last `get_transfer_results` did not fill."""
         return self._role_in_worker.invalid_blocks()
 
     def build_connector_worker_meta(self) -> StrataWorkerMetadata:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache events of the slab, in vLLM's form: blocks that came into the slab or left it.
+"""Makes KV cache events, in vLLM's form, for blocks that came into the slab or left it.
 
-vLLM publishes them together with the events of its own cache. An event has the block's tokens and
-parent, so that a router can recognise the prefix. If these are not known, the event has only the
-block's hash. Blocks that only a disk or a cache server has are not announced.
+vLLM publishes these events together with the events of its own cache. An event has the block's
+tokens and parent, so that a router can recognise the prefix, or only the block's hash if tokens and
+parent are unknown. Blocks that only a disk or a cache server has cause no events.
 
-A block computed with an adapter has the hash that vLLM's own events give it and the adapter's name;
-`extra_keys` has the name, and the fingerprint of the adapter's content in hexadecimal digits."""
+The event of a block computed with an adapter has the hash of vLLM's own events, and the adapter's
+name; `extra_keys` has the name and, in hexadecimal, the fingerprint of its content."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 from .groups import Columns
 from .host_keys import HostKeys
 
-# Seconds between two searches for blocks that the slab has lost.
+# The time between two searches for blocks that have left the slab.
 LOOK_SECONDS = 1.0
 HASH_END = -4  # a key is a hash and a column
 
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """The content of a block, as events report it to routers."""
+    """The tokens and parent of a block, for events."""
 
     host_hash: bytes
     parent: bytes | None
@@ -37,7 +37,7 @@ class _Content:
 
 
 class _Announced(NamedTuple):
-    """A block of the slab, as events tell of it."""
+    """A block of the slab whose event was made."""
 
     host_hash: bytes
     group: int
@@ -50,16 +50,16 @@ class TierEvents:
         self._columns = columns
         self._block_tokens = columns.position_tokens
         self._most = 2 * most_blocks
-        self._contents: OrderedDict[bytes, _Content] = OrderedDict()  # by our hash
-        self._announced: dict[bytes, _Announced] = {}  # by our key
+        self._contents: OrderedDict[bytes, _Content] = OrderedDict()  # by the hash in `HostKeys`
+        self._announced: dict[bytes, _Announced] = {}  # by StrataKV's key
         self._events: list[Any] = []
         self._look_at = 0.0
 
     def add_cached(
         self, request: Any, host_keys: HostKeys, first: int, end: int, fingerprint: bytes | None
     ) -> None:
-        """Note the content of a request's blocks at positions `first` to `end`, which vLLM has just
-        cached. `fingerprint` is that of its adapter's content."""
+        """Record the content of a request's blocks at positions `first` to `end`, which vLLM has
+        just cached. `fingerprint` identifies the content of the request's adapter."""
         hashes, host_hashes = host_keys.hashes_of(request), host_keys.host_hashes_of(request)
         size, lora = self._block_tokens, request.lora_request
         extra_keys = None
@@ -106,7 +106,7 @@ class TierEvents:
             )
 
     def drain_events(self, slab_keys: Callable[[], Sequence[bytes]]) -> list[Any]:
-        """The events since the last call. `slab_keys` returns the keys of the slab's blocks."""
+        """Return the events since the last call. `slab_keys` returns the slab's keys."""
         now = time.monotonic()
         if now >= self._look_at and self._announced:
             self._look_at = now + LOOK_SECONDS

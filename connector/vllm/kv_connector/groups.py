@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's cache groups: how their blocks make up positions, and which blocks the next token needs.
+"""vLLM's cache groups: which of their blocks make up a position, and which blocks a hit needs.
 
-A position has as many tokens as the least common multiple of the groups' block sizes. A group with
-smaller blocks has several blocks in a position. Each of their places in the position is a column,
-and the tiers treat a column like a cache group:
+The number of tokens of a position is the least common multiple of the groups' block sizes. A group
+with smaller blocks has several blocks in a position. Each place of such a block in the position is
+a column, and the tiers treat a column like a cache group:
 
     position              0       1       2       3
     full attention        x       x       x       x
@@ -11,9 +11,9 @@ and the tiers treat a column like a cache group:
     states                0       0       0       x
 
 In a windowed group vLLM drops blocks that no later token attends to, and puts its null block (id 0)
-in their places in a request's block table. A block of a state group holds the state behind the
-block's last token, so a hit needs only the last block. A load brings exactly the blocks that a hit
-needs, so a kind of group that this module has no rule for is refused."""
+into a request's block table instead. A block of a state group contains the state after the block's
+last token, so a hit needs only the last block. A load brings exactly the blocks that a hit needs,
+so unknown kinds of groups are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ...parts import FirstSeen, Parts
 
 NULL_BLOCK = 0
 
-# vLLM keeps blocks of attention sinks to itself: no request's table has them.
+# Kinds with full attention. vLLM's blocks of attention sinks are in no request's table.
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec")
 _WINDOW = ("SlidingWindowSpec", "SlidingWindowMLASpec")
 _CHUNK = ("ChunkedLocalAttentionSpec",)
@@ -44,7 +44,7 @@ class Column(NamedTuple):
     first_seen: FirstSeen | None
 
     def blocks_of(self, table: Sequence[int], first: int, num_positions: int) -> list[int]:
-        """The column's blocks at these positions, from a request's table of the group."""
+        """Return the column's blocks at these positions, from a request's table of the group."""
         start, step = first * self.blocks_per_position + self.place, self.blocks_per_position
         return list(table[start : start + num_positions * step : step])
 
@@ -75,20 +75,20 @@ class Columns:
         return self._first_of[group] + index % self.blocks_per_position(group)
 
     def parts(self, num_ranks: int) -> Parts:
-        """The parts of a position, on all ranks."""
+        """Return the parts of a position, on all ranks."""
         return Parts(
             self.position_tokens,
             [_seen_in_column(column) for column in self.all],
             ranks=range(num_ranks),
             num_ranks=num_ranks,
-            # vLLM can use the ids of blocks that did not come only if there is one group.
+            # With several groups vLLM cannot use the ids of blocks that did not come.
             whole_only=self.num_groups > 1,
         )
 
 
 def state_names(kv_cache_config: Any) -> tuple[tuple[Any, ...], ...]:
-    """The facts besides layers and block sizes that determine the bytes of states: for each layer
-    of each state group its kind, and the shapes and dtypes of its tensors."""
+    """Return what determines the bytes of states, in addition to layers and block sizes: for each
+    layer of each state group the kind, and the shapes and dtypes of the layer's tensors."""
     return tuple(
         (
             number,
@@ -105,7 +105,7 @@ def state_names(kv_cache_config: Any) -> tuple[tuple[Any, ...], ...]:
 
 
 def spec_of_layer(spec: Any, layer: str) -> Any:
-    """The spec of one layer. If layers of a group differ in size, vLLM has a spec for each."""
+    """Return the spec of one layer. If layers of a group differ in size, each has its own spec."""
     inner: Mapping[str, Any] = getattr(spec, "kv_cache_specs", {})
     return inner.get(layer, spec)
 
@@ -133,7 +133,7 @@ def _first_seen(group: Any, number: int) -> FirstSeen | None:
 
 
 def _seen_in_column(column: Column) -> FirstSeen | None:
-    """The column's FirstSeen: it returns the first token of the first position that is needed."""
+    """Return the column's FirstSeen, which returns the first token of the first needed position."""
     seen, step = column.first_seen, column.blocks_per_position
     if seen is None or step == 1:
         return seen

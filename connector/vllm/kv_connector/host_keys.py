@@ -3,11 +3,11 @@
 (`groups.py`).
 
 vLLM's key of a block has the hash at the block's own end. If every block is a position and has one
-hash, both keys are the same. If groups have blocks of unlike sizes, or vLLM hashes in smaller steps
-than blocks, this module makes the keys of a position's blocks once vLLM has cached them all. It
-also makes those of requests with adapters, whose hashes are ours (`adapters.py`): a block keeps the
-key of the content that it was computed with, even if vLLM finds it for a request with another. The
-blocks that such a request computes behind it are of neither content, and get no key."""
+hash, both keys are the same. If groups have blocks of different sizes, or vLLM hashes in smaller
+steps than blocks, this module makes the keys of a position's blocks once vLLM has cached all of
+them. This module also makes the keys of requests with adapters, from other hashes (`adapters.py`).
+A block keeps the key of the adapter content with which it was computed, even if vLLM finds the
+block for a request with another content. Later blocks of that request get no key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .groups import Columns
 
 
 class CachedBlock(NamedTuple):
-    """A block with its key: the hash and the column, in the form of vLLM's key."""
+    """A block with its key, which is a hash and a column, in the form of vLLM's key."""
 
     block_id: int
     host_key: bytes
@@ -42,12 +42,12 @@ class HostKeys:
         self._columns = columns
         self._adapters = adapters
         self._hashes_per_position = 1
-        # Keys made here, by block id; the other blocks have vLLM's keys or none.
+        # The keys made by this class, by block id; other blocks have vLLM's key or no key.
         self._made: dict[int, _Keys] = {}
         self._is_made_here = len(columns.all) > columns.num_groups
 
     def bind_hash_tokens(self, hash_tokens: int) -> None:
-        """Set the tokens of one vLLM hash. Raises ConfigError if positions end between hashes."""
+        """Set the tokens of a vLLM hash. Raises ConfigError if positions end between hashes."""
         tokens = self._columns.position_tokens
         if tokens % hash_tokens:
             raise ConfigError(
@@ -58,18 +58,18 @@ class HostKeys:
         self._is_made_here |= self._hashes_per_position > 1
 
     def hashes_of(self, request: Any) -> Sequence[bytes]:
-        """The hash at the end of each whole position of one of vLLM's requests. It covers the
-        content of the request's adapter; without a fingerprint of it there are no hashes."""
+        """Return the hash at the end of each whole position of a vLLM request. The hash covers the
+        content of the request's adapter; without a fingerprint there are none."""
         adapted = self._adapters.adapter_of(request)
         hashes = request.block_hashes if adapted is None else adapted.hashes_of(request)
         return self._at_positions(hashes)
 
     def host_hashes_of(self, request: Any) -> Sequence[bytes]:
-        """vLLM's own hash at the end of each whole position."""
+        """Return vLLM's own hash at the end of each whole position."""
         return self._at_positions(request.block_hashes)
 
     def key_of(self, block: Any) -> bytes | None:
-        """The key of one of vLLM's blocks; None if it has none."""
+        """Return the key of a vLLM block; None if the block has no key."""
         of_host: bytes | None = block.block_hash
         made = self._made.get(block.block_id)
         if made is not None and made.of_host == of_host:
@@ -86,7 +86,7 @@ class HostKeys:
         self, request: Any, blocks: Sequence[Any], num_cached: int, num_full: int, group: int
     ) -> tuple[int, list[CachedBlock]]:
         """Record `blocks[num_cached:num_full]` of a group, which vLLM has just cached. Return the
-        first position with such blocks, and all blocks with keys from its start on."""
+        first position with cached blocks, and all blocks with keys from that position on."""
         step = self._columns.blocks_per_position(group)
         start = num_cached // step * step
         end = num_full // step * step
@@ -107,8 +107,8 @@ class HostKeys:
         num_cached: int,
         group: int,
     ) -> None:
-        """Note if the blocks before the new ones are of another content than the request's. Blocks
-        that this request cached itself were looked at then."""
+        """Record if blocks before the new blocks have another adapter content than the request.
+        Blocks that this request cached itself were checked then."""
         if adapted.is_mixed or adapted.cached_ends.get(group, 0) == num_cached:
             return
         hashes = self.hashes_of(request)
@@ -138,7 +138,7 @@ class HostKeys:
                 self._made[block.block_id] = _Keys(block.block_hash, key, adapter_id)
 
     def _key_at(self, hashes: Sequence[bytes], index: int, group: int) -> bytes:
-        """The key of the block at `index` of a request's table."""
+        """Return the key of the block at `index` of a request's table."""
         column = self._columns.number_of(group, index)
         position = index // self._columns.blocks_per_position(group)
         return hashes[position] + column.to_bytes(GROUP_BYTES, "big")

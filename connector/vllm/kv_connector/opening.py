@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the tiers of a StrataConnector: checks vLLM's configuration, and derives from it the layout
-and the identity of the blocks."""
+"""Opens the tiers of a StrataConnector: checks vLLM's configuration, and derives the layout and the
+identity of blocks from the configuration."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .scheduler_role import SchedulerRole
 
 log = logging.getLogger(__name__)
 
-# In the identity: keeps StrataConnector's blocks apart from StrataSpec's chunks.
+# The field of the identity that separates StrataConnector's blocks from StrataSpec's chunks.
 FORM = "pages"
 
 
 def settings_in(vllm_config: Any) -> VllmSettings:
-    """StrataKV's settings in vLLM's configuration. Raises ConfigError."""
+    """Return StrataKV's settings from vLLM's configuration. Raises ConfigError."""
     given = vllm_config.kv_transfer_config.kv_connector_extra_config.get(SECTION, {})
     if not isinstance(given, dict):
         raise ConfigError(f"{SECTION} takes an object of settings, not {format_value(given)}")
@@ -51,8 +51,8 @@ def check_engine(vllm_config: Any) -> None:
 
 
 def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole:
-    """Open the scheduler role, with its tiers. Raises ConfigError or TierConfigError for settings
-    that cannot work; nothing stays open then."""
+    """Open the scheduler role, with its tiers. A ConfigError or TierConfigError, for settings that
+    cannot work, leaves nothing open."""
     settings = settings_in(vllm_config)
     plan = plan_pages(kv_cache_config)
     columns = Columns(kv_cache_config)
@@ -97,7 +97,7 @@ def open_scheduler_role(vllm_config: Any, kv_cache_config: Any) -> SchedulerRole
         stores_all=settings.has_ssd and settings.write_through,
         prefill=prefill,
         shutdown_seconds=settings.shutdown_seconds,
-        # Only as a consumer vLLM keeps blocks that a load may still write to from running steps.
+        # Only a vLLM consumer keeps running steps from blocks that a load may still write to.
         loads=vllm_config.kv_transfer_config.is_kv_consumer,
         events=events,
         adapters=Adapters(adapter_settings(vllm_config)),
@@ -111,7 +111,7 @@ def identity_of(
     columns: Columns,
     settings: VllmSettings,
 ) -> ChunkIdentity:
-    """The identity of this engine's blocks. Raises ConfigError for an unknown layout."""
+    """Return the identity of this engine's blocks. Raises ConfigError for an unknown layout."""
     cache, model = vllm_config.cache_config, vllm_config.model_config
     parallel = vllm_config.parallel_config
     layout = kv_cache_config.kv_cache_layout or cache.kv_cache_layout

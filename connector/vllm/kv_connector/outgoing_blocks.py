@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the blocks of vLLM's pool to store in a step: evicted blocks, and blocks not evicted yet.
+"""Chooses which evicted and which cached blocks of vLLM's pool a step stores in the tiers.
 
-With `stores_all`, blocks not evicted yet are stored one step after they were computed. Otherwise
-they are stored when they are among the next blocks in vLLM's free queue to be evicted."""
+With `stores_all`, blocks are stored one step after they were computed. Otherwise blocks are stored
+when they are evicted, or near the front of vLLM's free queue."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from typing import Any
 from .host_keys import CachedBlock
 from .pool_watch import PoolWatch
 
-# Blocks of vLLM's free queue that may be copied in advance, counted from the next eviction.
+# How many blocks at the front of vLLM's free queue may be copied before their eviction.
 NEAR_BLOCKS = 256
 
 
 class OutgoingBlocks:
-    """The choices for one pool. Not thread-safe."""
+    """Chooses the blocks of one pool to store. The class is not thread-safe."""
 
     def __init__(self, *, stores_all: bool) -> None:
         self._stores_all = stores_all
-        self._coming: deque[CachedBlock] = deque()  # computed, to be stored
-        self._void: set[CachedBlock] = set()  # cached but never computed
-        self._near: dict[int, bytes] = {}  # chosen already: id → key
+        self._coming: deque[CachedBlock] = deque()  # computed blocks to store
+        self._void: set[CachedBlock] = set()  # blocks that were cached but never computed
+        self._near: dict[int, bytes] = {}  # blocks near eviction already chosen: id → key
 
     @property
     def num_coming(self) -> int:
-        """The number of blocks that later steps will store even if they are not evicted."""
+        """Return the number of blocks that later steps will store even without eviction."""
         return len(self._coming)
 
     def choose(
         self, watch: PoolWatch, output: Any, most_ahead: int
     ) -> tuple[list[CachedBlock], list[CachedBlock]]:
-        """The blocks that the step overwrites, and up to `most_ahead` others to store beside it."""
+        """Return the blocks that the step overwrites, and up to `most_ahead` others to store."""
         newly_cached, evicted = watch.take_cached(), watch.take_evicted()
         # vLLM caches blocks when it schedules the step that computes them. If the same step
         # preempts the request, its blocks are not computed.
@@ -54,9 +54,9 @@ class OutgoingBlocks:
         if self._stores_all:
             while self._coming and len(cold) < most_ahead:
                 block = self._coming.popleft()
-                if watch.has(block):  # not evicted meanwhile
+                if watch.has(block):  # the block was not evicted meanwhile
                     cold.append(block)
-            # The tail of a sequence before its head, in the order of eviction.
+            # In the order of eviction, the tail of a sequence comes before its head.
             cold.reverse()
             self._coming.extend(block for each in newly_cached for block in each.blocks)
         elif most_ahead:

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The places of a block's bytes in vLLM's KV cache, from vLLM's description of its layout.
 
-vLLM allocates one buffer. For each set of equal layers it gives three numbers: the page of layer
-`l` of block `b` begins at `offset + l * layer_stride + b * block_stride`. A block in the tiers is
-the pages of all layers, in vLLM's order, one after the other:
+vLLM allocates one buffer, and describes each set of equal layers by three numbers: the page of
+layer `l` of block `b` begins at `offset + l * layer_stride + b * block_stride`. A block in the
+tiers consists of the pages of all layers, in vLLM's order, one after the other:
 
     layers outermost     a part [blocks, layers, page bytes], with vLLM's strides
     blocks outermost     a part [blocks, layers * page bytes]; without other parts vLLM's KV cache
                          is like StrataKV's own pool, and a GPU copies a block at once
 
-Cache groups overlay each other: a block belongs to one group at a time, and every group's layers
-use the same bytes. So a block has the size of the largest group's pages. If it belongs to a smaller
-group, the unused bytes are copied too.
+Cache groups overlay each other: a block belongs to one group at a time, and the layers of all
+groups use the same bytes. So a block has the size of the largest group's pages. The unused bytes of
+a block of a smaller group are copied too.
 
-If a registered tensor does not begin at its described place, the engine does not start."""
+The engine does not start if a registered tensor begins at another place than described."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PagePart:
         return self.offset + (len(self.layers) - 1) * self.layer_stride + self.page_bytes
 
     def places(self) -> list[tuple[int, int, int]]:
-        """The start of each layer's page in block 0, its bytes, and the stride between blocks."""
+        """Return the start of each layer's page in block 0, its bytes, and the stride of blocks."""
         starts = [self.offset + i * self.layer_stride for i in range(len(self.layers))]
         return [(start, self.page_bytes, self.block_stride) for start in starts]
 
@@ -64,7 +64,7 @@ class PagePlan:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block, without the gaps that vLLM leaves between pages."""
+        """The bytes of a block, without the gaps that vLLM leaves between pages."""
         return sum(part.block_bytes for part in self.parts)
 
     @property
@@ -81,7 +81,7 @@ class PagePlan:
 
 
 def plan_pages(kv_cache_config: Any) -> PagePlan:
-    """The plan for vLLM's KV cache. Raises ConfigError for an unsupported layout."""
+    """Return the plan for vLLM's KV cache. Raises ConfigError for an unsupported layout."""
     group_of = {
         layer: number
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
@@ -117,13 +117,13 @@ def plan_pages(kv_cache_config: Any) -> PagePlan:
 
 
 def _overlaid(groups: Sequence[tuple[PagePart, ...]]) -> tuple[PagePart, ...]:
-    """The parts that cover the pages of every group. Raises ConfigError if there are none."""
+    """Return the parts that cover the pages of every group. Raises ConfigError if none do."""
     if len(groups) == 1:
         return groups[0]
     everything = [part for parts in groups for part in parts]
     [stride, *others] = {part.block_stride for part in everything}
     if not others and max(part.end for part in everything) <= stride:
-        # Blocks outermost: a single part covers the whole block.
+        # With blocks outermost, a single part covers the whole block.
         return (PagePart(("whole blocks",), stride, 0, stride, stride),)
     largest = max(groups, key=lambda parts: sum(part.block_bytes for part in parts))
     known = {place for part in largest for place in part.places()}
@@ -140,7 +140,7 @@ def _overlaid(groups: Sequence[tuple[PagePart, ...]]) -> tuple[PagePart, ...]:
 
 
 def buffer_of(plan: PagePlan, kv_caches: Mapping[str, Any]) -> torch.Tensor:
-    """The buffer's bytes `[size]`. Raises ConfigError if a tensor does not lie at its place."""
+    """Return the buffer's bytes `[size]`. Raises ConfigError if a tensor is not at its place."""
     import torch
 
     first = _tensors_of(kv_caches[plan.groups[0][0].layers[0]])[0]
@@ -163,13 +163,13 @@ def buffer_of(plan: PagePlan, kv_caches: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _tensors_of(registered: Any) -> Sequence[torch.Tensor]:
-    """A layer's tensors: one for attention; one or several for a state, in one page."""
+    """Return a layer's tensors: one for attention; one or several for a state, in one page."""
     return registered if isinstance(registered, list | tuple) else [registered]
 
 
 def parts_of(plan: PagePlan, buffer: torch.Tensor) -> Sequence[np.ndarray[Any, Any]]:
-    """Views of the parts of all blocks as bytes: `[blocks, layers, bytes]`, or `[blocks, bytes]` if
-    the layers' pages of a block are contiguous."""
+    """Return views of the parts of all blocks as bytes: `[blocks, layers, bytes]`, or `[blocks,
+    bytes]` if the layers' pages of a block are contiguous."""
     import numpy as np
 
     memory = buffer.numpy()
@@ -186,7 +186,7 @@ def parts_of(plan: PagePlan, buffer: torch.Tensor) -> Sequence[np.ndarray[Any, A
 
 
 def pool_of(plan: PagePlan, buffer: torch.Tensor) -> torch.Tensor:
-    """The buffer as a contiguous pool `[blocks, bytes]`. Raises ConfigError if it has gaps."""
+    """Return the buffer as a contiguous pool `[blocks, bytes]`. Raises ConfigError for gaps."""
     if not plan.is_dense:
         raise ConfigError(
             "on a GPU StrataConnector copies whole blocks, and in vLLM's KV cache layout the "

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches vLLM's block pool: blocks that are cached, uncached, or evicted next.
+"""Watches which blocks of vLLM's block pool are cached, uncached, or evicted next.
 
-vLLM does not report these events to a connector. But it hands over the pool
-(`bind_kv_cache_manager`), and the watch wraps four public methods of this pool object:
+vLLM does not report these events to a connector, but passes the pool to it
+(`bind_kv_cache_manager`). The watch wraps four public methods of the pool:
 
     cache_full_blocks    blocks get keys: the step computes them, or a load has brought them
     get_new_blocks       blocks are taken from the free queue; those with keys are evicted
     evict_blocks         blocks lose their keys because they may be wrong
     reset_prefix_cache   all blocks lose their keys
 
-An evicted block keeps its bytes until the scheduled step runs, so it can still be copied. The
-original method always runs, with the same result as without the watch."""
+An evicted block keeps its bytes until the scheduled step runs, so it can still be copied. The watch
+always calls the original method, and does not change the method's result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PoolWatch:
     """Watches one pool; `keys` has the keys of its blocks. `cached` is called with the request, the
     first position whose blocks got keys, and the number of tokens up to the end of the last cached
     block. `dropped` is called with blocks that lost their keys without being evicted, and whether
-    they may be wrong. Neither may raise. vLLM's scheduler thread makes all calls."""
+    the blocks may be wrong. Neither function may raise. vLLM's scheduler thread makes all calls."""
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class PoolWatch:
         self._originals = {}
 
     def take_evicted(self) -> list[CachedBlock]:
-        """The blocks evicted since the last call, in the order of eviction."""
+        """Return the blocks evicted since the last call, in the order of eviction."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
     def take_cached(self) -> list[NewlyCached]:
-        """The blocks that were cached since the last call, by request."""
+        """Return the blocks that were cached since the last call, by request."""
         newly_cached, self._newly_cached = self._newly_cached, []
         return newly_cached
 
@@ -84,7 +84,7 @@ class PoolWatch:
         return self._keys.key_of(self._pool.blocks[block.block_id]) == block.host_key
 
     def coldest(self, most: int) -> list[CachedBlock]:
-        """The cached ones of the next `most` blocks to be evicted, in the order of eviction."""
+        """Return the cached blocks among the next `most` to be reused, in that order."""
         return self._with_keys(itertools.islice(self._free(), most))
 
     def num_blocks(self) -> int:

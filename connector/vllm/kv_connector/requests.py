@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views of vLLM's requests and steps: keys of blocks, a router's parameters, computing times."""
+"""Reads vLLM's requests and steps: keys of blocks, a router's parameters, computing times."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ...costs.rates import PrefillRate
 from ..identity import ChunkKeys
 from .host_keys import HostKeys
 
-# The group part of vLLM's key for the first cache group. Digests are the same for all groups.
+# The group in vLLM's key, for the first cache group. Digests are the same for all groups.
 _FIRST_GROUP = bytes(4)
-MAX_STEPS = 16  # most steps in flight that are measured
+MAX_STEPS = 16  # the most measured steps in flight
 
 
 class HostRequest:
@@ -27,7 +27,7 @@ class HostRequest:
         self._keys = keys
         self._host_keys = host_keys
         self._digests: list[bytes] = []
-        self.is_queued = False  # the tiers know of it
+        self.is_queued = False  # whether the request was queued in the tiers
 
     @property
     def request_id(self) -> str:
@@ -59,8 +59,8 @@ def asks_for(request: Any, name: str) -> bool:
 
 
 def params_for_decode(request: Any) -> dict[str, Any]:
-    """The parameters in a prefill's answer, which a router passes to the decode engine. They have
-    no address, because the decode engine finds the blocks by their keys."""
+    """Return the parameters in a prefill's answer, which a router passes to the decode engine. The
+    parameters have no address, because the decode engine finds the blocks by key."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,

@@ -2,19 +2,19 @@
 """StrataConnector in vLLM's scheduler: passes requests and blocks to StrataKV's scheduler side.
 
     on_new_request     the prompt is looked up; blocks that only a store has are read
-    matched            tokens that can be loaded; vLLM asks again until they are known
-    allocated          the request waits for its load from here on
-    build_step_plan    evicted and newly computed blocks are stored; loads that were read are copied
-    apply_step_report  results of the worker
+    matched            number of tokens to load; vLLM calls again until it is known
+    allocated          the request waits for its load from this call on
+    build_step_plan    evicted and new blocks are stored; blocks that were read are copied
+    apply_step_report  the worker's results are processed
 
 A block is stored when vLLM evicts it, before the step that overwrites it. With cache servers, or a
-disk with write_through, it is stored in the step after the one that computed it. Blocks of
-generated tokens are stored like a prompt's.
+disk with write_through, a block is stored in the step after the step that computed it. Blocks of
+generated tokens are stored like blocks of prompts.
 
 vLLM ends if a connector raises, so no call after the start raises. After an error the role gives up
-the loads of all waiting requests, vLLM computes their prompts, and every later look-up is a miss.
-vLLM makes all calls from one thread. A second thread polls the tiers while vLLM is idle; both take
-the same lock."""
+the loads of all waiting requests, vLLM computes their prompts, and later look-ups miss. vLLM makes
+all calls from one thread. A second thread polls the tiers while vLLM is idle; both take the same
+lock."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# The tiers set an alarm for work that is due at a time; a missed alarm costs this delay.
+# The longest delay of work for which the tiers have set an alarm, if the alarm is missed.
 LOOK_SECONDS = 0.25
 CLOSE_SECONDS = 2.0
 STOPPED = "StrataKV's tiers for vLLM stop; everything is computed from now on"
@@ -63,12 +63,12 @@ NOTHING: tuple[int | None, bool] = (0, False)
 class _Load:
     """A request's load, until its end has been reported to vLLM."""
 
-    block_ids: list[list[int]]  # for each column, those behind vLLM's own hits
-    num_near_blocks: int = 0  # positions that were in the slab when it began
+    block_ids: list[list[int]]  # for each column, the blocks after vLLM's own hits
+    num_near_blocks: int = 0  # positions that were in the slab when the load began
     # (block id, rank) → key, of each block that the load brings.
     keys: dict[tuple[int, int], bytes] = field(default_factory=dict)
     job_ids: set[int] = field(default_factory=set)  # under way
-    is_told: bool = False  # the worker knows of it
+    is_told: bool = False  # whether a step plan with the load was sent
 
 
 class _LoadJob(NamedTuple):
@@ -77,8 +77,8 @@ class _LoadJob(NamedTuple):
 
 
 class SchedulerRole:
-    """The role in vLLM's scheduler; owns `built`. With `stores_all` blocks are stored as soon as
-    they are computed; without `loads` this engine loads no blocks."""
+    """The role in vLLM's scheduler; owns `built`. With `stores_all` blocks are stored once they are
+    computed; without `loads` this engine loads no blocks."""
 
     def __init__(
         self,
@@ -114,10 +114,10 @@ class SchedulerRole:
         )
         self._watch: PoolWatch | None = None
         self._requests: dict[str, HostRequest] = {}
-        self._offers: dict[str, int] = {}  # by request: the first block of the offer
+        self._offers: dict[str, int] = {}  # request id → first block of the offer
         self._loads: dict[str, _Load] = {}
         self._given_up: list[str] = []
-        self._stores: dict[int, list[bytes]] = {}  # jobs under way, with vLLM's keys of the blocks
+        self._stores: dict[int, list[bytes]] = {}  # job id → vLLM's keys of its blocks
         self._load_jobs: dict[int, _LoadJob] = {}
         self._hand_overs: list[tuple[str, list[bytes]]] = []
         self._times = StepTimes(prefill)
@@ -136,7 +136,7 @@ class SchedulerRole:
     # Calls of vLLM's scheduler
 
     def bind_pool(self, pool: Any) -> None:
-        """Take vLLM's block pool, before the first step. Raises ConfigError if positions end
+        """Register vLLM's block pool, before the first step. Raises ConfigError if positions end
         between vLLM's hashes."""
         self._host_keys.bind_hash_tokens(pool.hash_block_size)
         if self._watch is None:
@@ -146,8 +146,8 @@ class SchedulerRole:
         self._safely(self._on_new_request, None, request)
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The number of tokens after the first `num_computed_tokens` that can be loaded, None if
-        not known yet; and True if the load runs while vLLM computes other requests."""
+        """Return the number of tokens after the first `num_computed_tokens` that can be loaded
+        (None: not known yet), and whether the load runs while vLLM computes other requests."""
         return self._safely(self._matched, NOTHING, request, num_computed_tokens)
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
@@ -162,17 +162,17 @@ class SchedulerRole:
                 for column in self._columns.all
             ]
         )
-        self._loads[request.request_id] = load  # vLLM gets its end in any case
+        self._loads[request.request_id] = load  # the end of the load is always reported to vLLM
         self._safely(self._begin_load, None, request, load, first, num_tokens)
 
     def hits_of(self, request_id: str) -> tuple[int, list[str]]:
-        """The number of tokens from the slab, and the tiers that the others may come from."""
+        """Return the number of tokens from the slab, and the tiers of all other tokens."""
         load = self._loads.get(request_id)
         num_near = 0 if load is None else load.num_near_blocks * self._block_tokens
         return num_near, self._side.tiers[1:]
 
     def build_step_plan(self, output: Any) -> StepPlan:
-        """The plan of the worker's copies in the step that vLLM has scheduled."""
+        """Return the plan of the worker's copies in the step that vLLM has scheduled."""
         self._number += 1
         plan = StepPlan(self._number, self._place, NOTHING_TO_MOVE)
         self._safely(self._build, None, output, plan)
@@ -181,7 +181,7 @@ class SchedulerRole:
             for told in plan.loads:
                 self._loads[told.request_id].is_told = False
             plan.moves, plan.loads = NOTHING_TO_MOVE, []
-            # The worker reports the end of the loads that it knows.
+            # The worker reports the end of all other loads.
             self._given_up = [name for name, load in self._loads.items() if not load.is_told]
         for request_id in self._given_up:
             self._loads.pop(request_id, None)
@@ -202,11 +202,11 @@ class SchedulerRole:
         self._safely(self._apply_step_report, None, report)
 
     def end_request(self, request: Any) -> dict[str, Any] | None:
-        """Drop an ended request. Return parameters if another engine decodes it."""
+        """Drop an ended request. Return parameters for the engine that decodes it, if any."""
         return self._safely(self._finished, None, request)
 
     def has_pending_work(self) -> bool:
-        """Whether vLLM must step although it has no requests."""
+        """Whether vLLM must run a step even without requests."""
         if self.is_broken:
             return bool(self._loads)
         return bool(self._stores or self._outgoing.num_coming or self._given_up or self._hand_overs)
@@ -217,15 +217,15 @@ class SchedulerRole:
         return self._safely(self._events.drain_events, [], self._slab.keys)
 
     def reset(self) -> bool:
-        """Drop all blocks in every tier. Return whether they are dropped."""
+        """Drop all blocks of every tier. Return whether the reset succeeded."""
         return self._safely(self._reset, False)
 
     def stats(self) -> dict[str, Any]:
-        """`OffloadScheduler.stats`, and in addition the tiers that are down and damaged blocks."""
+        """Return `OffloadScheduler.stats`, the tiers that are down, and a damaged-block count."""
         return self._safely(self._read_stats, {})
 
     def shutdown(self) -> None:
-        """Write unwritten blocks, and release everything. Idempotent."""
+        """Write unwritten blocks, and release all resources. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -246,7 +246,7 @@ class SchedulerRole:
         if watch is not None:
             watch.close()
 
-    # The bodies of these calls may raise
+    # The bodies of the calls of vLLM's scheduler, which may raise
 
     def _on_new_request(self, request: Any) -> None:
         view = self._view(request)
@@ -264,7 +264,7 @@ class SchedulerRole:
         if adapted is not None:
             if adapted.is_pending:
                 return None, False
-            # A part of a block that vLLM found has no key by which its content could be told.
+            # A partial block that vLLM found has no key, so the content of its adapter is unknown.
             adapted.is_mixed |= num_computed_tokens % self._block_tokens > 0
             if self._adapters.is_refused(adapted) or adapted.is_mixed:
                 return NOTHING
@@ -300,7 +300,7 @@ class SchedulerRole:
             load.keys[load.block_ids[part.group][position], part.rank] = keys[place]
             is_far[position] |= answer is not Answer.HIT
         load.num_near_blocks = is_far.count(False)
-        # vLLM's tables must have exactly the blocks to load: those that the next token attends to.
+        # vLLM's tables must have exactly the blocks to load, to which the next token attends.
         real = [block_id for ids in load.block_ids for block_id in ids if block_id != NULL_BLOCK]
         num_ranks = len(self._parts.shards)
         is_known = all(block_id != NULL_BLOCK for block_id, _rank in load.keys)
@@ -327,7 +327,7 @@ class SchedulerRole:
         moves = self._side.build_meta(
             [self._as_evicted(block) for block in evicted], [self._as_evicted(b) for b in cold]
         )
-        # Loads that have ended without a copy: their blocks were missing or late.
+        # These loads ended without a copy, because blocks were missing or late.
         for report in self._side.update_from_worker(NOTHING_FINISHED):
             self._given_up.append(report.request_id)
         for job in (*moves.stores, *moves.ahead):
@@ -341,7 +341,7 @@ class SchedulerRole:
             self._hand_overs = []
 
     def _as_told(self, moves: ConnectorMetadata) -> list[RequestLoad]:
-        """The loads whose copies begin now. The worker reports the end of these loads to vLLM."""
+        """Return the loads whose copies begin now, and whose ends the worker reports to vLLM."""
         owners = {
             block_id: request_id
             for request_id, load in self._loads.items()
@@ -383,7 +383,7 @@ class SchedulerRole:
         for job_id in (*output.finished_loads, *output.failed_loads):
             self._load_jobs.pop(job_id, None)
         for ended in self._side.update_from_worker(output):
-            # The worker has reported the ends of loads that it knows.
+            # The worker has reported the end of each load that was sent to it.
             load = self._loads.pop(ended.request_id, None)
             if load is not None and not load.is_told:
                 self._loads[ended.request_id] = load
@@ -461,7 +461,7 @@ class SchedulerRole:
         return view
 
     def _safely(self, call: Callable[..., T], otherwise: T, *args: Any) -> T:
-        """Call under the lock. Return `otherwise` if this or an earlier call has raised."""
+        """Call a function under the lock. Return `otherwise` if this or an earlier call raised."""
         if self.is_broken or self._closed:
             return otherwise
         with self._lock:
@@ -473,7 +473,7 @@ class SchedulerRole:
                 return otherwise
 
     def _run(self) -> None:
-        """Poll the tiers, also while vLLM is idle."""
+        """Poll the tiers, even while vLLM is idle."""
         while not self._closed:
             self._woken.wait(LOOK_SECONDS)
             self._woken.clear()

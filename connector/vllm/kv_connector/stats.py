@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of the tiers for vLLM's log and its /metrics.
 
-A report has the growth of each counter since the last report, because vLLM sums reports, and the
-value of each gauge. The names are those of StrataTier (`../tier_metrics.py`) and three more."""
+A report has the value of each gauge, and the growth of each counter since the last report, because
+vLLM sums reports. The metrics are StrataTier's (`../tier_metrics.py`) and three more."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StrataStats(KVConnectorStats):
         self.data: dict[str, Any] = {COUNTED: {}, GAUGED: {}}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the other report's counters, and take its gauges, which are newer."""
+        """Add the counters of a later report, and take over its gauges."""
         for name, values in other.data.get(COUNTED, {}).items():
             mine = self.data.setdefault(COUNTED, {}).setdefault(name, {})
             for label, value in values.items():
@@ -40,7 +40,7 @@ class StrataStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the values for a line of vLLM's log: growth of counters, and fill of tiers."""
+        """Return the values in a line of vLLM's log: growth of counters, and fill of tiers."""
         line: dict[str, int | float] = {}
         for part in (COUNTED, GAUGED):
             for name, values in self.data.get(part, {}).items():
@@ -53,7 +53,7 @@ class StrataStats(KVConnectorStats):
 
 
 class StatsSource:
-    """Makes StrataStats out of the scheduler side's counters, at most one a second."""
+    """Makes StrataStats from the scheduler side's counters, at most one report per second."""
 
     def __init__(self) -> None:
         self._told: dict[tuple[str, str], float] = {}

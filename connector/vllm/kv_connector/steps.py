@@ -16,7 +16,7 @@ from ...messages import ConnectorMetadata, ConnectorWorkerOutput
 
 @dataclass(frozen=True, slots=True)
 class SlabPlace:
-    """The layout of a slab, and the process and file descriptor through which others map it."""
+    """The layout of a slab, and the process and file descriptor by which other processes map it."""
 
     layout: BlockLayout
     num_slots: int
@@ -24,7 +24,7 @@ class SlabPlace:
     descriptor: int
 
     def map_slab(self) -> MappedSlab:
-        """Map the slab. Raises OSError if its process has ended or its files cannot be opened."""
+        """Map the slab. Raises OSError if its process has ended or a file cannot be opened."""
         if self.process_id == os.getpid():
             return MappedSlab(self.layout, self.num_slots, self.descriptor)
         path = f"/proc/{self.process_id}/fd/{self.descriptor}"
@@ -53,8 +53,8 @@ class PartLoad:
 
     job_id: int
     rank: int
-    slots: list[int]  # of the job's blocks
-    digests: list[bytes | None]  # of the slots' bytes; None counts as damaged
+    slots: list[int]  # the slots of the job's blocks
+    digests: list[bytes | None]  # digests of the slots' bytes; None counts as damaged
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class RequestLoad:
 
     request_id: str
     parts: list[PartLoad] = field(default_factory=list)
-    # Last blocks of the request that the load does not fill. Only with one group.
+    # The request's last blocks, which the load does not fill; only with one cache group.
     missing: list[int] = field(default_factory=list)
 
 
@@ -75,7 +75,7 @@ class StepPlan:
     place: SlabPlace
     moves: ConnectorMetadata
     loads: list[RequestLoad] = field(default_factory=list)
-    # Waiting requests without a copy job: their loads have failed.
+    # Waiting requests without a copy job, because their loads have failed.
     given_up: list[str] = field(default_factory=list)
 
 
@@ -83,14 +83,14 @@ class StepPlan:
 class StepReport:
     """The worker side's report of a step, to the scheduler side."""
 
-    number: int  # of the step that has just run
+    number: int  # the number of the step that has just run
     output: ConnectorWorkerOutput
     # Blocks with wrong bytes in the slab: job id → their positions in the job.
     damaged: dict[int, list[int]] = field(default_factory=dict)
     error: str | None = None  # why this worker makes no more copies
 
     def merge(self, other: StepReport) -> None:
-        """Merge another rank's report of this step. No job is in both reports."""
+        """Merge another rank's report of the same step. No job is in both reports."""
         ours, theirs = self.output, other.output
         ours.finished_stores += theirs.finished_stores
         ours.failed_stores += theirs.failed_stores
@@ -98,7 +98,7 @@ class StepReport:
         ours.failed_loads += theirs.failed_loads
         ours.store_digests |= theirs.store_digests
         ours.num_ended += theirs.num_ended
-        # Ranks copy in parallel.
+        # The longest copy counts, because ranks copy in parallel.
         ours.store_copy_seconds = max(ours.store_copy_seconds, theirs.store_copy_seconds)
         ours.load_copy_seconds = max(ours.load_copy_seconds, theirs.load_copy_seconds)
         ours.store_wait_seconds = max(ours.store_wait_seconds, theirs.store_wait_seconds)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """StrataConnector's role in vLLM's worker: StrataKV's worker side on vLLM's KV cache.
 
-    register       vLLM's tensors exist
+    register       registers vLLM's tensors
     begin_step     before the step runs: blocks that it overwrites are copied out; loads and other
                    stores begin, and run in parallel with the step
-    results        the requests whose loads have ended, each once, and those that failed
+    results        the requests whose loads have ended or failed, each once
 
-vLLM writes to blocks on one stream, so a copy waits for the work queued there before it. During the
-copy of a load, a thread hashes the load's bytes in the slab and compares them with the stored
-digests; if they differ, the load has failed.
+vLLM writes to blocks on one stream, so a copy waits for the earlier work of that stream. During the
+copy of a load, a thread compares the digests of the load's bytes in the slab with the stored
+digests; if the digests differ, the load fails.
 
 vLLM's worker ends if a connector raises, so no call after `register` raises. A copy that cannot
 begin counts as failed; if the slab cannot be mapped, all copies count as failed."""
@@ -46,7 +46,7 @@ STOPPED = "vLLM's worker moves nothing any more; everything is computed from now
 class Results:
     """The results for vLLM after a step."""
 
-    finished: set[str] = field(default_factory=set)  # requests, also the failed ones
+    finished: set[str] = field(default_factory=set)  # requests whose loads ended or failed
     failed: set[str] = field(default_factory=set)
     invalid_blocks: set[int] = field(default_factory=set)
 
@@ -76,11 +76,11 @@ class WorkerRole:
         self._worker: OffloadWorker | None = None
         self._slots: Any = None
         self._checker: ThreadPoolExecutor | None = None
-        self._waiting: dict[str, _Waiting] = {}  # by request
-        self._loads: dict[int, _Checked] = {}  # by job, until reported
+        self._waiting: dict[str, _Waiting] = {}  # by request id
+        self._loads: dict[int, _Checked] = {}  # by job id, until reported
         self._num_ended = 0
         self._given_up: set[str] = set()
-        # Jobs that were copied and are still being hashed.
+        # Jobs whose copy has ended and whose blocks are still being hashed.
         self._copied: list[int] = []
         self._output = ConnectorWorkerOutput()
         self._damaged: dict[int, list[int]] = {}
@@ -89,7 +89,7 @@ class WorkerRole:
         self._error: str | None = None
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
-        """Take vLLM's tensors by layer. Raises ConfigError if they do not fit the plan."""
+        """Register vLLM's tensors by layer. Raises ConfigError if they do not match the plan."""
         self._buffer = buffer_of(self._plan, kv_caches)
         if self._buffer.device.type != "cpu":
             pool_of(self._plan, self._buffer)
@@ -119,7 +119,7 @@ class WorkerRole:
             self._abandon(error)
 
     def results(self) -> Results:
-        """The loads that have ended since the last call."""
+        """Return the loads that have ended since the last call."""
         results = Results(failed=self._given_up)
         self._given_up = set()
         if self._worker is not None:
@@ -138,7 +138,7 @@ class WorkerRole:
             each = self._loads.pop(job_id, None)
             if each is not None:
                 self._end_job(each, has_failed=True)
-        # A load is reported once no copy writes to its request's blocks.
+        # A load is reported once no copy writes to the request's blocks.
         for request_id, waiting in [*self._waiting.items()]:
             if waiting.jobs:
                 continue
@@ -153,7 +153,7 @@ class WorkerRole:
         return results
 
     def invalid_blocks(self) -> set[int]:
-        """Blocks that the loads of the last `results` did not fill."""
+        """Return the blocks that the loads of the last `results` did not fill."""
         invalid, self._invalid = self._invalid, set()
         return invalid
 
@@ -194,7 +194,7 @@ class WorkerRole:
                 device.register_pool(pool_of(self._plan, self._buffer))
             self._slots = slab_pages(slab)
             self._checker = ThreadPoolExecutor(1, thread_name_prefix="stratakv-vllm-check")
-            # vLLM steps while copies are under way, so no wake-up is needed.
+            # vLLM runs steps while copies run, so no wake-up is needed.
             self._worker = OffloadWorker(device, lambda _num_ended: None)
         except Exception as error:
             log.exception("vLLM's worker cannot reach StrataKV's slab; everything is computed")
@@ -222,7 +222,7 @@ class WorkerRole:
         )
 
     def _verify_loaded_part(self, part: PartLoad) -> Future[list[int]]:
-        """The positions with wrong digests. The job's slots stay pinned until it is reported."""
+        """Return the positions with wrong digests. Slots stay pinned until the job is reported."""
         if self._checker is None or self._slots is None:
             done: Future[list[int]] = Future()
             done.set_result([])

@@ -81,7 +81,7 @@ class CoreCalls:
 
     def _follow(self, argument: str) -> bool:
         """Record that another engine computes the prompt of this AddRequest (JSON). Return whether
-        the connector will load its blocks as they appear. Raise ValueError for other JSON."""
+        the connector will load the prompt's blocks. Raise ValueError for other JSON."""
         request = self._builder.make_request(decode_request(argument))
         elsewhere = self._connector.prompts_elsewhere
         if request.skip_reading_prefix_cache or elsewhere is None:
@@ -89,8 +89,7 @@ class CoreCalls:
         return elsewhere.follow_blocks(self._scheduler.manager.keys.of_prompt(request))
 
     def _tool_called(self, argument: str) -> bool:
-        """Record the tool call at the end of a job's latest request; `argument` is a ToolCalled
-        (JSON)."""
+        """Record the tool call at the end of a job's latest request, from a ToolCalled (JSON)."""
         try:
             called = msgspec.json.decode(argument, type=ToolCalled)
         except msgspec.MsgspecError as error:

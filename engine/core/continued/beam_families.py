@@ -2,8 +2,8 @@
 """BeamFamilies: the active beam searches, and the requests that compute their present rounds.
 
 Every beam of a round is a request for one token. When all requests of a round have ended, the
-requests of the next round continue in the blocks of their parent beams. The scheduler keeps these
-blocks until then. The scheduler treats a beam's request like any other request."""
+requests of the next round continue in the blocks of their parent beams, which the scheduler keeps
+until then. The scheduler treats a beam's request like a client's request."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class BeamFamily:
     """A beam search and the requests of its present round."""
 
     message: AddRequest  # the client's request for the search
-    choice_ids: list[str]  # ids of its answers, the best answer first
+    choice_ids: list[str]  # ids of the answers, the best answer first
     search: BeamSearch
-    beams: list[Request] = field(default_factory=list)  # of the present round
+    beams: list[Request] = field(default_factory=list)  # requests of the present round
     before: list[Request] = field(default_factory=list)  # of the last round, blocks kept
     arrival_seconds: float = field(default_factory=time.monotonic)
     told: dict[str, TokenOutput] = field(default_factory=dict)  # of this round, by request id
@@ -41,7 +41,7 @@ class BeamFamily:
 
     def next_id(self) -> str:
         self.num_made += 1
-        return f"{self.message.request_id}\0{self.num_made}"  # no client sends a NUL
+        return f"{self.message.request_id}\0{self.num_made}"  # a client's id has no NUL
 
 
 class BeamFamilies:
@@ -83,8 +83,8 @@ class BeamFamilies:
         self._families.append(family)
 
     def take(self, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
-        """Process the outputs of beams. Return the outputs for clients: those of other requests,
-        and the answers of finished searches."""
+        """Process the outputs of beams. Return the outputs for clients: the outputs of all other
+        requests, and the answers of finished searches."""
         if not self._families:
             return list(outputs)
         owners = {request_id: family for family in self._families for request_id in family.told}
@@ -104,8 +104,7 @@ class BeamFamilies:
         return told
 
     def abort_choices(self, request_ids: Iterable[str]) -> None:
-        """Drop answers whose clients have disconnected. A search ends when all its answers are
-        dropped."""
+        """Drop answers whose clients have disconnected. A search ends with its last answer."""
         gone = set(request_ids)
         for family in [each for each in self._families if gone.intersection(each.choice_ids)]:
             family.choice_ids = ["" if each in gone else each for each in family.choice_ids]
@@ -122,7 +121,7 @@ class BeamFamilies:
             return self._end_with_error(family, TokenOutput("", [], "error", error=text))
 
     def _advance(self, family: BeamFamily) -> list[TokenOutput]:
-        """Begin the next round, or return the answers. All beams of the round have come back."""
+        """Begin the next round, or return the answers. All beams of the round have ended."""
         search, round_ = family.search, [family.told[each.request_id] for each in family.beams]
         family.first = family.first or round_[0]
         following = search.advance([_likeliest(output) for output in round_])
@@ -133,8 +132,7 @@ class BeamFamilies:
         return []
 
     def _add_beams(self, family: BeamFamily, parents: Sequence[Continued | None]) -> None:
-        """Queue one request for each parent, which it continues. The parent None stands for the
-        prompt."""
+        """Queue, for each parent, a request that continues it. The parent None is the prompt."""
         made = []
         for parent in parents:
             message = msgspec.structs.replace(family.message, request_id=family.next_id())

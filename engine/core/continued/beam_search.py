@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """BeamSearch: selects the beams of one prompt in each round, without running the model.
 
-In each round every beam is extended by its likeliest next tokens, and the best of all these
-continuations become the beams of the next round. A continuation ends with an end token, or at
-`max_tokens`. An ended continuation becomes an answer if it is among the best `beam_width` of its
-round. The search keeps the best answers.
+In each round every beam is extended by its likeliest next tokens, and the best of all continuations
+become the beams of the next round. A continuation ends with an end token, or at `max_tokens`. An
+ended continuation becomes an answer if it is among the best `beam_width` of its round. The search
+keeps the best answers.
 
     round    beams            continuations          beams of the next round    answers
     1        ""               a -0.2  b -1.9  …       a, b
@@ -24,10 +24,10 @@ from ...request.logprobs import PositionLogprobs
 class Beam(NamedTuple):
     """The tokens of a beam as a linked list: a Beam is one token and a link to the previous one."""
 
-    before: Beam | None  # None: its token is the first one
-    place: int  # of `before` in its round
+    before: Beam | None  # None for the first token
+    place: int  # index of `before` in its round
     token_id: int
-    rank: int  # of the token among the next tokens of `before`; 1 is the likeliest
+    rank: int  # rank of the token among the next tokens of `before`; 1 is the likeliest
     logprob: float  # of the token
     total: float  # sum of the log-probabilities of all its tokens
 
@@ -66,7 +66,7 @@ class BeamSearch:
                 f"beam_width is {params.beam_width}, for which {self.num_wanted} continuations of "
                 f"a prompt are compared, and the vocabulary has {vocab_size} tokens; take fewer"
             )
-        # Beams of the present round; before the first round there is only the prompt, as None.
+        # The beams of the present round; None stands for the prompt, before the first round.
         self._beams: list[Beam | None] = [None]
         self.answers: list[Answer] = []  # at most `beam_width`, the best first
         self._num_tokens = 0

@@ -4,7 +4,7 @@
     parts that come           a b c | d e | f g | h          the last one
     requests for one token    a b c ──► d e f g ──► h        the request itself
 
-Each request continues the previous one in its blocks, and its sampled token is dropped. Parts that
+Each request continues the previous request in its blocks, and drops the sampled token. Parts that
 arrive while a request runs go into the next request. Between two requests the pool may release the
 kept blocks; the next request then looks up its prefix in the pool and the tiers."""
 
@@ -33,7 +33,7 @@ from ...scheduler.scheduler import Scheduler
 from ..request_builder import Continued, RequestBuilder, context_of
 
 _NO_TOKENS: TokenArray = np.zeros(0, np.int32)
-# Clients get no output for parts.
+# The sampling parameters of requests for parts; their single token is not sent to clients.
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
@@ -53,10 +53,10 @@ class PromptSession:
 
     message: AddRequest  # the message that opened the session, with the parameters of the answer
     tokens: list[TokenArray]  # parts that are in no request yet
-    num_tokens: int  # of all parts
-    waits_since: float  # since when it waits for a part; monotonic seconds
-    before: Request | None = None  # the last of its requests that has ended
-    asked: Request | None = None  # its request under way, which continues `before`
+    num_tokens: int  # tokens of all parts
+    waits_since: float  # start of the wait for a part; monotonic seconds
+    before: Request | None = None  # the session's last request that has ended
+    asked: Request | None = None  # the session's request under way, which continues `before`
     # A request with the session's adapter, for a session that continues no request.
     origin: Request | None = None
     is_whole: bool = False
@@ -68,7 +68,7 @@ class PromptSession:
         return self.message.request_id
 
     def take_tokens(self) -> TokenArray:
-        """Remove and return the tokens that are in no request yet. The caller puts them into a
+        """Remove and return the tokens that are in no request yet, for the caller's next
         request."""
         taken = np.concatenate([_NO_TOKENS, *self.tokens])
         self.tokens.clear()
@@ -86,10 +86,10 @@ class PromptSessions:
     most_sessions: int
     num_timed_out: int = 0
     _open: dict[str, PromptSession] = field(default_factory=dict)
-    # Each open session is also in one of these, so that a step does nothing for waiting sessions.
-    _asked: dict[str, PromptSession] = field(default_factory=dict)  # by id of its request
+    # Each open session is in one of these dicts, so that steps skip waiting sessions.
+    _asked: dict[str, PromptSession] = field(default_factory=dict)  # computing; by request id
     _waiting: dict[str, PromptSession] = field(default_factory=dict)  # for a part; oldest first
-    _whole: dict[str, PromptSession] = field(default_factory=dict)  # has all its parts
+    _whole: dict[str, PromptSession] = field(default_factory=dict)  # with all parts
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
@@ -103,7 +103,7 @@ class PromptSessions:
 
     @property
     def all_requests(self) -> Iterator[Request]:
-        """The requests of the scheduler, and the ended ones that open sessions continue."""
+        """The requests of the scheduler, and the ended requests that open sessions continue."""
         yield from self.scheduler.requests.values()
         for session in self._open.values():
             yield from (each for each in (session.before, session.origin) if each is not None)
@@ -283,7 +283,7 @@ class PromptSessions:
     ) -> Request:
         request = self.builder.make_request(message, continued=continued, adapter_of=origin)
         is_kept = continued is not None and continued.request.progress.kept is not None
-        # Evicted blocks cannot be continued; nor can any while the request waits for a grammar.
+        # A request cannot continue in evicted blocks, or while it waits for a grammar.
         if not is_kept or message.sampling_params.structured_outputs is not None:
             request.continues, request.external_load_failed = None, False
         return request

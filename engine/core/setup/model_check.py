@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks an engine's settings against its model, by config.json and the headers of the weight
-files, and computes the size of the pool.
+"""Checks an engine's settings against the model's config.json and weight file headers, and sizes
+the pool.
 
 The module imports no torch and starts nothing. Each front end calls `check_model` before it starts
-an engine, because importing torch takes seconds. The core checks again, with the GPU's memory
-known."""
+an engine, because importing torch takes seconds. The core repeats the checks with the GPU's
+memory."""
 
 from __future__ import annotations
 

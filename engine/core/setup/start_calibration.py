@@ -5,8 +5,8 @@
     as many tokens after a context that was never computed            cost of context
     a few loads that the connector plans                              cost of loading
 
-The worker executes the calibration like ordinary steps. The calibration writes only to blocks
-without a name. Its results are the first estimates, which later measurements correct."""
+The worker executes the calibration like ordinary steps. The calibration writes only to uncached
+blocks. The results are first estimates, which later measurements correct."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from ..prefill_savings import MIN_PROMPT_TOKENS, PrefillSavings, PromptCost
 
 logger = logging.getLogger(__name__)
 
-# Limits in seconds, after a first prefill of MIN_PROMPT_TOKENS; a run may exceed them once.
-GROWING_SECONDS = 0.12  # for finding how many tokens to measure
+# Time limits in seconds, after a first prefill of MIN_PROMPT_TOKENS; one run may exceed a limit.
+GROWING_SECONDS = 0.12  # for the choice of the prompt length
 PREFILL_SECONDS = 0.3  # for all prefills
 READ_SECONDS = 0.1
-# Copies take milliseconds. A longer one means that the device is stuck; starting requests beside it
-# would let it write to their blocks.
+# Copies take milliseconds; a longer copy means that the device is stuck. Requests must not start
+# while such a copy could write to their blocks.
 STUCK_SECONDS = 30.0
 _MOST_TOKENS = 2048
 _POLL_SECONDS = 1e-4
@@ -56,7 +56,7 @@ class CalibrationBudget:
     """The sizes that limit the calibration's requests and steps."""
 
     block_size: int
-    num_blocks: int  # of the pool, the null block included
+    num_blocks: int  # blocks of the pool, including the null block
     max_model_len: int
     max_num_batched_tokens: int
     num_groups: int = 1
@@ -83,14 +83,14 @@ class Calibration:
     def prefill(self) -> None:
         """Measure prompts. Does nothing if a step has no room for MIN_PROMPT_TOKENS of a prompt."""
         budget = self._budget
-        # The sampled token needs a place as well.
+        # The sampled token needs a slot too.
         longest = min(budget.max_model_len - 1, budget.most_tokens)
         most = min(_MOST_TOKENS, budget.max_num_batched_tokens, longest)
         if most < MIN_PROMPT_TOKENS:
             return
         count = MIN_PROMPT_TOKENS
         try:
-            self._run(count)  # a first run pays for one-time work, perhaps most of its time
+            self._run(count)  # a first run includes one-time work, perhaps most of its time
             self._spent = 0.0
             seconds = self._run(count)
             while 2 * count <= most and self._spent + 2.5 * seconds < GROWING_SECONDS:
@@ -98,7 +98,7 @@ class Calibration:
                 seconds = self._run(count)
             self._measure(count, 0, seconds)
             far = min(4 * count, longest - count) // budget.block_size
-            # With context, computing may take several times as long.
+            # Computing after a context may take several times as long.
             if far * budget.block_size >= count and self._spent + 8 * seconds < PREFILL_SECONDS:
                 start = far * budget.block_size
                 self._measure(count, start, self._run(count, start))
@@ -113,7 +113,7 @@ class Calibration:
         self._note(PromptCost(count, count * start + count * (count - 1) // 2, seconds))
 
     def _run(self, count: int, start: int = 0) -> float:
-        """Compute `count` prompt tokens after `start` other tokens in one step. Return its
+        """Compute `count` prompt tokens after `start` other tokens in one step. Return the
         seconds."""
         name = f"calibration-{self._num_steps + 1}"
         num_blocks = -(-(start + count) // self._budget.block_size)
@@ -142,7 +142,7 @@ def try_loads(
     block_ids: Sequence[int],
 ) -> None:
     """Make the connector's calibration loads, into blocks that no request holds. All loads have
-    ended when the function returns. Raise RuntimeError if one does not end within STUCK_SECONDS."""
+    ended when the function returns. Raise RuntimeError if one takes over STUCK_SECONDS."""
     deadline = time.monotonic() + STUCK_SECONDS
     while meta := estimates.build_calibration_meta(block_ids, READ_SECONDS):
         worker.start_copies(meta)

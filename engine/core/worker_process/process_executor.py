@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An executor whose model runner lives in another process.
 
-The worker process reads its settings from standard input; end of file there tells it that its
-launcher has ended. The executor declares the worker dead, with the reason, if it ends, answers out
-of order or answers too late."""
+The worker process reads its settings from standard input; end of file there means that the launcher
+has ended. The executor declares the worker dead, with the reason, if it ends, answers late or in
+wrong order."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ from .worker_messages import (
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 1800.0  # a large model from a slow disk
+START_SECONDS = 1800.0  # enough for a large model on a slow disk
 STEP_SECONDS = 600.0  # far beyond the longest step; a worker that takes longer counts as stuck
 WORKER_COMMAND = tuple(python_command("-m", "stratakv.engine.core.worker_process.worker_process"))
 _NUMBER = struct.Struct("<I")
 _ALL = 2**32
 _POLL_SECONDS = 0.2
-_END_SECONDS = 10.0  # added to the time for copies
+_END_SECONDS = 10.0  # the time to exit, added to the time for copies
 
 
 class StepFailed(RuntimeError):
@@ -69,7 +69,7 @@ class StepFailed(RuntimeError):
 
 class ProcessExecutor(Executor):
     """Runs the model in a worker process. Raises ConfigError if the worker cannot start with these
-    settings, ExecutorDied if it ends during the start; then nothing stays open."""
+    settings, ExecutorDied if it ends during the start; either error leaves nothing open."""
 
     def __init__(
         self,
@@ -82,16 +82,16 @@ class ProcessExecutor(Executor):
         command: Sequence[str] = WORKER_COMMAND,
     ) -> None:
         self._config, self._step_seconds = config, step_seconds
-        self._due: deque[int] = deque()  # steps that were dispatched and are not answered yet
+        self._due: deque[int] = deque()  # ids of dispatched steps without a result yet
         self._outcomes: dict[int, ModelRunnerOutput | Exception] = {}
         self._dead: str | None = None
-        self._deadline = math.inf  # for every wait, set by `end_by`
+        self._deadline = math.inf  # of every wait, in monotonic seconds; set by `end_by`
         self._closed = False
         self._directory = Path(tempfile.mkdtemp(prefix="stratakv-", dir="/tmp"))
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.set_hwm(0)  # no limit: only a step or two are under way
+        self._socket.set_hwm(0)  # no limit, because at most a few messages are queued
         endpoint = f"ipc://{self._directory}/worker"
         self._socket.bind(endpoint)
         copies = None if tiers is None else tiers.description
@@ -101,9 +101,9 @@ class ProcessExecutor(Executor):
                 command,
                 pass_fds=[wake_write] if copies is None else [wake_write, copies.slab_fd],
                 stdin=subprocess.PIPE,
-                stdout=2,  # standard error: its output is text for the user
-                # Ctrl-C reaches only this process, which then ends the worker. The worker stays in
-                # this session: Linux schedules by sessions, and yielding works within one only.
+                stdout=2,  # to standard error, because the output is text for the user
+                # A process group of its own keeps Ctrl-C from the worker, which this process ends.
+                # The worker stays in the session, because Linux yields only within one.
                 process_group=0,
             )
         except BaseException:
@@ -125,7 +125,7 @@ class ProcessExecutor(Executor):
             level,
             copies,
             wake_fd=wake_write,
-            # Linux ends the worker with the thread that began it; only the main thread lasts.
+            # Linux ends the worker with the thread that began it, so only the main thread will do.
             dies_with_launcher=threading.current_thread() is threading.main_thread(),
         )
         try:
@@ -143,7 +143,7 @@ class ProcessExecutor(Executor):
                 raise self._died(self._exit_words()) from error
             raise
         self._up = first
-        # Both ends are connected and need the socket's file no more; a kill would leave it behind.
+        # Both ends are connected. A killed process would leave the socket's file behind.
         shutil.rmtree(self._directory, ignore_errors=True)
 
     @property
@@ -191,7 +191,7 @@ class ProcessExecutor(Executor):
         return self._call(Call(name, meta, seconds))
 
     def read_adapter(self, path: Path) -> ReadAdapter:
-        """See `Executor.read_adapter`. The worker reads it again: see `add_adapter`."""
+        """Read an adapter, which the worker reads again in `add_adapter`."""
         file = AdapterFile.read(
             path, load_model_spec(self._config.model.path), self._config.lora.max_rank
         )
@@ -210,7 +210,7 @@ class ProcessExecutor(Executor):
     def _call(self, call: Call) -> ConnectorWorkerOutput | None:
         seconds = call.seconds
         self._send_to_worker(call)
-        # A call with `seconds` ends soon, so less time is added than for a step.
+        # A call with `seconds` ends soon, so it gets less extra time than a step.
         more = self._step_seconds if seconds is None else min(self._step_seconds, _END_SECONDS)
         deadline = time.monotonic() + more + (seconds or 0.0)
         while True:
@@ -225,7 +225,7 @@ class ProcessExecutor(Executor):
         if self._closed:
             return None
         output = None
-        self._deadline = math.inf  # the call below has a time of its own
+        self._deadline = math.inf  # the call below has its own time limit
         if self._dead is None:
             try:
                 output = self.call_worker("shutdown", seconds=timeout_seconds)
@@ -255,7 +255,7 @@ class ProcessExecutor(Executor):
             raise ExecutorDied(self._dead)
         data = encode(message)
         while True:
-            # Without a worker at the other end the socket accepts no message.
+            # The socket accepts no message if no worker is connected.
             self._poll_socket(zmq.POLLOUT, self._step_seconds)
             try:
                 self._socket.send(data, zmq.NOBLOCK)
@@ -286,7 +286,7 @@ class ProcessExecutor(Executor):
                 if event == zmq.POLLOUT:
                     self._take_last_words()
                 raise self._died(self._exit_words())
-            is_gone = self._process.poll() is not None  # its last messages may still come
+            is_gone = self._process.poll() is not None  # the worker's last messages may still come
             if time.monotonic() > deadline:
                 what = "answer" if event == zmq.POLLIN else "take a message"
                 raise self._died(f"it did not {what} within {seconds:.3g} s")
@@ -316,7 +316,7 @@ class ProcessExecutor(Executor):
             try:
                 self._process.stdin.close()
             except BrokenPipeError:
-                pass  # unwritten input; the reader is gone
+                pass  # the reader of unwritten input has ended
         self._close_socket()
 
     def _close_socket(self) -> None:

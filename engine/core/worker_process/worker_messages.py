@@ -24,8 +24,8 @@ class WorkerStart(msgspec.Struct):
     """All settings that a worker process needs to start."""
 
     config: EngineConfig
-    endpoint: str  # the worker connects here
-    num_blocks: int | None  # of the pool; None: as many as fit on the device
+    endpoint: str  # the address to which the worker connects
+    num_blocks: int | None  # blocks of the pool; None: as many as fit on the device
     max_model_len: int
     log_level: str
     copies: WorkerDescription | None = None  # for the worker side of a connector
@@ -52,7 +52,7 @@ class Call(msgspec.Struct, tag="call", array_like=True):
     name: str
     meta: ConnectorMetadata | None = None
     seconds: float | None = None
-    # Of the adapter that `add_adapter` and `drop_adapter` name.
+    # The adapter of `add_adapter` and `drop_adapter`.
     path: str = ""
     fingerprint: bytes = b""
 

@@ -46,11 +46,11 @@ from .worker_messages import (
     encode,
 )
 
-# `__name__` is __main__ in this process.
+# The name is written out, because `__name__` is __main__ in this process.
 logger = logging.getLogger("stratakv.engine.core.worker_process.worker_process")
 
 _LINGER_MILLISECONDS = 2000
-_LOOK_MILLISECONDS = 1  # between two looks at the device, while no message comes
+_LOOK_MILLISECONDS = 1  # between two checks of the device, while no message comes
 EXIT_FAILED = 1
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
@@ -65,9 +65,9 @@ class WorkerServer:
         self._socket.set_hwm(0)
         self._socket.connect(start.endpoint)
         self._start = start
-        # Steps that have begun, or the error of their begin, the oldest first.
+        # Steps that have begun, each with its state or its error, the oldest first.
         self._steps: deque[tuple[int, BegunStep | Exception]] = deque()
-        # The step that was sampled and not answered yet.
+        # The step that was sampled and whose result was not sent yet.
         self._sampled: tuple[int, BegunStep | Exception] | None = None
 
     def run(self) -> int:
@@ -125,7 +125,7 @@ class WorkerServer:
             step = message.step
             try:
                 self._steps.append((step.step_id, self._runner.launch_step(step)))
-            except Exception as error:  # noqa: BLE001 - told with the answer to its Sample
+            except Exception as error:  # noqa: BLE001 - sent in the answer to its Sample
                 self._steps.append((step.step_id, error))
             self._deliver()
         elif isinstance(message, Sample):
@@ -163,7 +163,7 @@ class WorkerServer:
             try:
                 self._send_to_executor(Done(step_id, self._runner.collect_output(step)))
                 return
-            except Exception as caught:  # noqa: BLE001 - told, and logged by the executor's side
+            except Exception as caught:  # noqa: BLE001 - sent, and logged by the executor
                 error = caught
         assert error is not None
         self._send_to_executor(Failed(_words(error), step_id, is_device_lost=is_device_lost(error)))
@@ -201,7 +201,7 @@ def _words(error: Exception) -> str:
 
 def _leave_with_launcher() -> None:
     """Exit at the end of standard input, which means that the launcher has ended."""
-    # Read by descriptor: the file object has a lock that the interpreter needs at its exit.
+    # Read by descriptor, because the interpreter needs the file object's lock at its exit.
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(EXIT_FAILED)
@@ -215,13 +215,13 @@ def _die_with_launcher() -> None:
 
 def main() -> int:
     """Run the worker with the settings from standard input."""
-    # The executor's process handles signals and ends this one itself. A terminal may be set to stop
-    # background processes that write to it.
+    # The executor's process handles signals, and ends this process. A terminal may be set to stop
+    # background processes that write to the terminal.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     try:
         start = read_start(sys.stdin.buffer, WorkerStart)
-    except ValueError as error:  # msgspec's errors among them
+    except ValueError as error:  # includes msgspec's errors
         sys.stderr.write(f"stratakv: {error}\n")
         return 2
     logs.set_up(start.log_level)

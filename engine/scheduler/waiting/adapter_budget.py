@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdapterBudget: how many different adapters run at once, and who gets the next place.
+"""AdapterBudget decides which LoRA adapters the running requests may use at once.
 
-A model has a slot for each adapter of a step, so the requests that run have at most so many. Any
-number of requests may share one; requests without an adapter need none. A request whose adapter has
-no place waits, and others may overtake it. The first such request is sure of its turn: only its
-adapter gets the next free place, and once MOST_OVERTAKES requests have overtaken it, no more of one
-adapter are admitted, the one with the fewest requests, until its place is free. The place is kept
-until the request runs or loads, whatever else it waits for.
+The worker's model has `max_adapters` slots, so the running requests may use at most that many
+different adapters. Any number of requests may share a slot; requests without an adapter need no
+slot. A request whose adapter has no slot waits, and other requests may overtake it. Only the
+adapter of the first waiting request gets the next free slot. Once MOST_OVERTAKES requests have
+overtaken that request, no more requests of the adapter with the fewest requests are admitted, until
+a slot is free. The slot stays reserved until the waiting request runs or loads.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ...request.request import Request, RequestStatus
 from ..request_states import RequestStates
 
 MOST_OVERTAKES = 32
-# So many of a round count as refused and not as deferred. A refusal is cheap, and those behind the
-# refused ones may run.
+# The most refused requests of a round that do not count as deferred. A refusal is cheap, and
+# requests after the refused ones may run.
 MOST_REFUSED = 256
 
 
@@ -28,21 +28,21 @@ class AdapterBudget:
     def __init__(self, states: RequestStates) -> None:
         self._states = states
         self._most = states.context.config.max_adapters
-        self._first: Request | None = None  # the first request without a place
-        self._num_overtakes = 0  # of that request
-        self._drained = b""  # the adapter that gets no more requests; b"": none
+        self._first: Request | None = None  # the first request whose adapter has no slot
+        self._num_overtakes = 0  # requests admitted before `_first`
+        self._drained = b""  # the adapter of which no more requests are admitted; b"": none
         self.is_asked = False  # whether a request with an adapter may run, since the last round
-        # Of this round of admission:
+        # The counts of this round of admission:
         self.num_refused = 0
         self._held: Counter[bytes] | None = None  # None: not counted yet
 
     def begin_round(self) -> None:
-        """Forget what the last round of admission counted."""
+        """Forget the counts of the last round of admission."""
         self.is_asked, self.num_refused, self._held = False, 0, None
 
     def allows(self, request: Request, only_known: bool = False) -> bool:
-        """Whether a waiting request with an adapter may run, as far as the adapter goes. With
-        `only_known` no new request starts, so none is waited for."""
+        """Whether the adapter of a waiting request has a slot or may get one. With `only_known`, no
+        slot is reserved for a new request, because no new request starts."""
         self.is_asked = True
         may_run = self._may_run(request, only_known)
         self.num_refused += not may_run and self.num_refused < MOST_REFUSED
@@ -51,7 +51,7 @@ class AdapterBudget:
     def _may_run(self, request: Request, only_known: bool) -> bool:
         assert request.adapter is not None
         if request.num_computed_tokens > 0:
-            return True  # it holds loaded blocks, and its place with them
+            return True  # the request holds loaded blocks, and a slot for its adapter
         first = self._first
         if first is not None and not _waits(first):
             self._forget_first()
@@ -71,7 +71,7 @@ class AdapterBudget:
         return wanted != self._drained
 
     def note_admitted(self, request: Request) -> None:
-        """Count a request with an adapter that `allows` let pass, and that runs or loads now."""
+        """Count a request with an adapter that now runs or loads."""
         self._held = None
         first = self._first
         if first is not None and _waits(first) and _fingerprint(first) != _fingerprint(request):
@@ -87,7 +87,7 @@ class AdapterBudget:
         return {"running": running, "waiting": every - running}
 
     def _count_held(self) -> Counter[bytes]:
-        """Count the requests of each adapter that has a place: they run, load, or have loaded."""
+        """Count, by adapter, the requests with an adapter that run, load, or have loaded."""
         if self._held is None:
             states = self._states
             self._held = Counter(

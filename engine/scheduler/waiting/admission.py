@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: which waiting requests join the running ones in this step.
+"""Admission: decides which waiting requests start to run in a step.
 
-Requests are considered in the policy's order. The round ends at the first request without room, so
-that later requests cannot take the room that it waits for. A request that waits for something else
-(a load, an answer of the tiers) is deferred, and the round continues. While requests run, a step
-considers only some of the deferred requests, in rotation."""
+Each step has one round, which considers waiting requests in the policy's order. The round ends at
+the first request without room, so that later requests cannot take the room that this request needs.
+A request that waits for a load or an answer of the tiers is deferred. While requests run, a round
+considers only some deferred requests, in rotation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..request_states import RequestStates
 from ..step import StepBuilder
 from .adapter_budget import AdapterBudget
 
-# Considering one deferred request takes about as long as ten decodes.
+# Considering a deferred request takes about as long as scheduling ten decodes.
 MOST_DEFERRED = 16
 
 
@@ -55,11 +55,11 @@ class Admission:
         self._chunk_limit = config.most_step_tokens
         self._most_tokens = config.max_num_batched_tokens
         self.adapters = AdapterBudget(states)
-        self._waits_for_budget = ""  # id of a request that has nothing to load
+        self._waits_for_budget = ""  # id of a request that waits for tokens, with no load to begin
 
     def admit(self, step: StepBuilder, now: float, *, only_known: bool = False) -> bool:
-        """Admit waiting requests that fit; with `only_known`, only requests that were preempted.
-        Return whether requests are deferred, so that a later step must ask the tiers again."""
+        """Admit waiting requests that fit; with `only_known`, only requests that have run before.
+        Return whether requests are deferred, so that a later step must look them up again."""
         states = self._states
         if self._reservations is not None:
             self._reservations.recount()
@@ -89,9 +89,9 @@ class Admission:
     def _admit_forks_of(
         self, parent: Request, step: StepBuilder, now: float, *, may_start: bool
     ) -> None:
-        """Start the requests that wait for the prompt of `parent`, in its blocks, if the prompt
-        ends in this step. Requests without room (without `may_start`: all) are queued, and find the
-        blocks by prefix lookup."""
+        """Start the requests that wait for the prompt of `parent`, in the blocks of `parent`, if
+        the prompt ends in this step. Requests without room (all of them unless `may_start`) are
+        queued, and find the prompt's blocks by prefix lookup."""
         states, alone = self._states, {}
         for child, context in states.take_forks(parent).items():
             if not (may_start and self._may_fork(parent, child, step)):
@@ -103,7 +103,7 @@ class Admission:
         states.queue_forks(alone, at_head=True)
 
     def _may_fork(self, parent: Request, child: Request, step: StepBuilder) -> bool:
-        """Whether there is room for one more request, and for a copy of the prompt's last block."""
+        """Whether `child` may start now, with room for a copy of the prompt's last block."""
         manager = self._manager
         if len(self._states.running) >= self._max_running or child.request_id in step.held:
             return False
@@ -129,8 +129,8 @@ class Admission:
         now: float,
         only_known: bool,
     ) -> bool:
-        """Consider the requests of these queues, in the policy's order, until `most_later` are
-        deferred, adapters without place apart. Return False if the round ended for lack of room."""
+        """Consider the requests of `queues`, in the policy's order, until `most_later` are deferred
+        (adapters apart). Return False if the round ended for lack of room."""
         while len(later) - self.adapters.num_refused < most_later:
             found = self._policy.first(queues, only_known)
             if found is None:
@@ -161,8 +161,7 @@ class Admission:
         return Obstacle.PRESSURE if self._is_held_back(request) else None
 
     def _may_begin_load(self, request: Request) -> bool:
-        """Whether to consider the request although the step has no tokens left. A load needs no
-        tokens, and should begin early."""
+        """Whether the request may begin a load although the step has no tokens left."""
         return (
             self._connector.has_tiers
             and request.request_id != self._waits_for_budget
@@ -171,8 +170,8 @@ class Admission:
         )
 
     def _is_held_back(self, request: Request) -> bool:
-        """Whether memory is too full to start the request. False if no request runs, or if the
-        request already holds loaded blocks."""
+        """Whether memory is too full to start the request; always False if no request runs, or if
+        the request already holds loaded blocks."""
         states = self._states
         if not states.running or request.num_computed_tokens > 0:
             return False
@@ -211,7 +210,7 @@ class Admission:
                     return Verdict.NO_ROOM
             if _may_load(request):
                 queued = self._most_tokens - step.budget + _num_queued(running)
-                # With windows, a shorter hit needs other blocks, so a junction cannot be used.
+                # With windows, a shorter hit needs other blocks than a longer one: no junction.
                 junction = 0 if self._manager.forgets else request.progress.junction
                 match = connector.get_matched_tokens(
                     request,
@@ -263,7 +262,7 @@ class Admission:
         return Verdict.RUNS
 
     def _ask_tiers_too(self, request: Request) -> None:
-        """Ask the tiers for the request's blocks: the pool gave up those kept for it."""
+        """Let the tiers look up the request's blocks: the blocks kept for it were released."""
         context, request.progress.context = request.progress.context, None
         if context is not None and not request.skip_reading_prefix_cache:
             request.external_load_failed = False
@@ -272,8 +271,8 @@ class Admission:
     def _run_in_kept_blocks(
         self, request: Request, step: StepBuilder, now: float
     ) -> Verdict | None:
-        """Let a request continue an ended one in its kept blocks, so that only additional tokens
-        are computed. Return None if the kept blocks had to be released to make room."""
+        """Start a request in the kept blocks of the ended request that it continues, so that only
+        additional tokens are computed. Return None if these blocks had to be released."""
         assert request.continues is not None
         kept, manager, reservations = self._states.kept, self._manager, self._reservations
         num_more = request.num_tokens - num_common_tokens(request.continues, request)
@@ -301,8 +300,8 @@ class Admission:
     def _overlaps(
         self, match: Match, request: Request, hits: GroupBlocks, num_hit_tokens: int
     ) -> bool:
-        """Begin a load that overlaps with computing, if the match offers one, chunked prefill is on
-        and there is room. Return whether the load has begun."""
+        """Begin a load that overlaps with computing, if the match offers an overlapped load,
+        chunked prefill is on and there is room. Return whether the load has begun."""
         return (
             self._chunked
             and match.kind is MatchKind.OVERLAP
@@ -322,7 +321,7 @@ class Admission:
         only_known: bool,
     ) -> Verdict:
         if not all(map(self._manager.pool.all_computed, hits)):
-            # This step writes some of the hits, and may fail while the request loads.
+            # A step still writes some of the hit blocks, and may fail during the load.
             self._note_wait(request, Obstacle.WRITER)
             return Verdict.LATER
         states, obstacle = self._states, Obstacle.LOAD_ROOM
@@ -340,15 +339,14 @@ class Admission:
                 continue
             if only_known and self._take_from_paused(request):
                 continue
-            # A load never takes blocks from another load: two requests could do so in turn for
-            # ever. If no request runs, requests with finished loads come first, because they can
-            # run.
+            # A load never takes blocks from another load, because two requests could do so in turn
+            # without end. If no request runs, loaded requests come first.
             self._note_wait(request, obstacle)
             return Verdict.LATER if states.loaded and not states.running else Verdict.NO_ROOM
         self._commit_reserved()
         self._context.counts["loads"] += 1
         self._observer.decision(request, Decision.LOADING)
-        # The request computes tokens that the load does not bring; they count as lost.
+        # Tokens that the load does not bring are computed by the request, and count as lost.
         promised = num_hit_tokens + num_external_tokens
         request.progress.lose(promised, "load_failed")
         return Verdict.LOADING
@@ -356,8 +354,8 @@ class Admission:
     def _allocate_first_slots(
         self, request: Request, num_tokens: int, hits: GroupBlocks | None, num_hit_tokens: int
     ) -> Obstacle | None:
-        """Allocate blocks for the request's first tokens in this step. If this fails, return the
-        obstacle and change nothing. `hits` is None if the request has blocks and a reservation."""
+        """Allocate blocks for the request's first tokens in this step. If there is no room, return
+        the obstacle and change nothing. `hits` is None if the request already has blocks."""
         if hits is not None and not self._may_reserve(request, hits):
             return Obstacle.RESERVATION
         added = self._manager.allocate_slots(
@@ -378,12 +376,12 @@ class Admission:
         return reservations is None or reservations.has_room_for(request, hits, num_more)
 
     def _commit_reserved(self) -> bool:
-        """Commit the reservation that `_may_reserve` checked. Return True, for conditions."""
+        """Commit the reservation that `_may_reserve` checked. Return True."""
         return self._reservations is None or self._reservations.commit_reserved()
 
     def _drives_out(self, request: Request, hits: GroupBlocks) -> bool:
-        """Whether the request's prompt lacks room next to the running requests. False with
-        `--reserve`, because the reservation decides instead."""
+        """Whether the request's prompt lacks room beside running requests; False with
+        `--reserve`."""
         running = self._states.running
         if not running or self._reservations is not None:
             return False
@@ -395,8 +393,8 @@ class Admission:
         return self._states.release_pin_for_start(request)
 
     def _keep_free(self) -> int:
-        """Return the number of blocks to leave free. The result is 0 if no request runs, because
-        the watermark would then protect no request and could block all of them."""
+        """Return the number of blocks to leave free. The result is 0 if no request runs: no request
+        then needs the watermark."""
         return self._manager.watermark_blocks if self._states.running else 0
 
     def _make_room(self, request: Request) -> bool:
@@ -408,8 +406,8 @@ class Admission:
         return not self._states.running and self._states.give_up_last_load(spare=request)
 
     def _take_from_paused(self, request: Request) -> bool:
-        """Do the work of `_make_room` for a paused scheduler. Requests with finished loads can
-        neither run nor load again before the pause ends."""
+        """Call `_make_room` in a paused scheduler, unless a request with a finished load has run
+        before. Requests that are new can neither run nor load before the pause ends."""
         loaded = self._states.loaded
         has_begun = any(other.num_preemptions > 0 for other in loaded)
         return not has_begun and self._make_room(request)
@@ -429,9 +427,9 @@ class Admission:
             progress.scheduled = now
             if request.continues is None:
                 self._note_cached_tokens(request)
-            else:  # its prompt was counted with the first request of the chain
+            else:  # the prompt was counted with the first request of the chain
                 request.num_cached_tokens = max(request.num_cached_tokens, 0)
-                request.continues = None  # else all requests of the chain would stay in memory
+                request.continues = None  # otherwise all requests of the chain would stay in memory
         resumes = request.num_preemptions > 0
         self._observer.decision(request, Decision.RESUMED if resumes else Decision.SCHEDULED)
         if progress.is_known:
@@ -441,8 +439,8 @@ class Admission:
             step.start(request, num_tokens)
 
     def _start_fork(self, parent: Request, child: Request, step: StepBuilder, now: float) -> None:
-        """Start a fork, which computes nothing of its prompt. Cached tokens of the prompt are
-        counted for `parent` only."""
+        """Start the request `child`, which computes nothing of its prompt. The prompt's cached
+        tokens are counted for `parent` only."""
         self._states.running.append(child)
         child.status = RequestStatus.RUNNING
         child.progress.scheduled = now
@@ -457,8 +455,7 @@ class Admission:
         self._observer.decision(request, Decision.WAITS, obstacle.value)
 
     def _count_reuse(self, request: Request) -> None:
-        """Count, at each start, the tokens that need not be computed, by source, and the tokens
-        that must be computed again, by cause."""
+        """Count a starting request's reused tokens, by source, and recomputed tokens, by cause."""
         counts, progress = self._context.counts, request.progress
         computed = request.num_computed_tokens
         in_pool = computed - request.num_external_computed_tokens
@@ -474,8 +471,8 @@ class Admission:
         progress.lost_tokens = 0
 
     def _note_cached_tokens(self, request: Request) -> None:
-        """Count the cached tokens of a request once. Tokens found again after a preemption do not
-        count, because the request itself computed them."""
+        """Count the cached tokens of a request once, at its first start. Tokens found after a
+        preemption do not count, because the request itself computed them."""
         cached = request.num_computed_tokens
         in_pool = cached - request.num_external_computed_tokens
         request.num_cached_tokens = cached
@@ -491,7 +488,7 @@ class Admission:
 
 
 def _num_queued(running: list[Request]) -> int:
-    """Return the tokens of running prompts still to compute, which precede waiting prompts."""
+    """Return the number of tokens that running prompts still compute before waiting prompts."""
     missing = [request.num_tokens - request.num_computed_tokens for request in running]
     return sum([count for count in missing if count > 1])
 

@@ -71,8 +71,7 @@ class AttentionPlanner:
         max_model_len: int,
         window: int | None = None,
     ) -> None:
-        """`window` is the number of positions that a token sees, including its own; None means
-        all."""
+        """`window` is the number of positions that a token sees, including its own (None: all)."""
         self._block_size = layout.block_size
         self._rows_per_block = 2 * layout.num_layers
         self._dtype = dtype

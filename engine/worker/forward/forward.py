@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of the classes that compute a step's forward pass. They differ in their attention.
+"""The interface of the classes that compute a step's forward pass, each with another attention.
 
     in place   the CPU library's kernels read the pool without a copy: `in_place_forward.py`
     gather     torch's attention over gathered blocks, on a CPU without the library (this module)
@@ -105,7 +105,7 @@ class StepForward(Protocol):
     def prepare_step(self, step: StepInputs) -> Launch:
         """Plan a step, and return a function that launches it. The function must be called once,
         before the next `prepare_step`. The function returns hidden states `[len(step.wanted),
-        hidden]`, or those of all tokens if `wanted` is None."""
+        hidden]`, or the hidden states of all tokens if `wanted` is None."""
 
 
 class GatherForward:

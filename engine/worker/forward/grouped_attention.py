@@ -42,7 +42,7 @@ class LayerViews:
             (-1 if view is None else index[view], place.in_page)
             for view, place in zip(of_layers, places, strict=True)
         ]
-        # One plan serves all layers, and each layer's place is its number.
+        # Whether all layers share one plan, and each layer's place is its number.
         self._is_plain = self.places == [(0, layer) for layer in range(len(self.places))]
 
     def attention_over(self, attention: Attention[Plan]) -> Attention[Any]:

@@ -28,7 +28,7 @@ from .grouped_attention import LayerViews
 
 
 def reason_against_in_place(layout: BlockLayout, compute: torch.dtype) -> str | None:
-    """Explain why the library cannot compute attention over such a pool here; None if it can."""
+    """Return why the library cannot compute attention over a pool with `layout`; None if it can."""
     return reason_against(compute, layout.head_dim, pool_dtype=pool_dtype(layout.kv_dtype))
 
 
@@ -52,9 +52,9 @@ class InPlacePlanner:
         workspace: Workspace | None = None,
     ) -> None:
         """`pool` is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`. `window` is
-        the number of positions that a token sees, including its own; None means all. `softcap` is
-        the bound of attention scores; None means no bound. Several planners may share a workspace,
-        since layers are computed one by one."""
+        the number of positions that a token sees, including its own (None: all). `softcap` is the
+        bound of attention scores (None: no bound). Several planners may share a workspace, since
+        layers are computed one by one."""
         self._layer = pool[:, 0]
         self._num_heads, self._scale = num_heads, scale
         self._window, self._softcap = window, softcap

@@ -31,7 +31,7 @@ from .kernel_attention import Chunks, ChunkSize, Decodes, KernelPlan
 # The slot of padding rows: their K and V are not written.
 _NO_SLOT = -1
 
-_BLOCKS_ALIGNED = 4  # blocks of a table's row, 4 bytes each
+_BLOCKS_ALIGNED = 4  # a table row has a multiple of so many block ids, of 4 bytes each
 
 # Sets of staging memory: for the present step and the step before it.
 _TURNS = 2
@@ -52,11 +52,11 @@ class InputBuffers:
     ) -> None:
         """`max_blocks` is the minimum width of the block tables; there is one table for each cache
         group. `views` are the model's views (see `grouped_attention.py`). `split_planner` plans how
-        programs share the contexts of decodes; None means that no plan is needed."""
+        programs share the contexts of decodes (None: no plan is needed)."""
         self._runtime = runtime
         self._views = tuple(views)
-        # Rows are aligned to 16 bytes. Triton would compile anew for other addresses, and a step's
-        # chunks may begin in any row.
+        # Table rows are aligned to 16 bytes. Triton would compile kernels again for other
+        # alignments, and a step's chunks may begin in any row.
         max_blocks = -(-max_blocks // _BLOCKS_ALIGNED) * _BLOCKS_ALIGNED
 
         def make(size: int, dtype: torch.dtype = torch.int64) -> _Buffer:

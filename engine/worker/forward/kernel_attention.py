@@ -5,7 +5,7 @@ keys in the launch that writes K and V.
 
     rows of q, k, v   0 … num_decodes    one row for each request: paged decode
                       short chunks       several rows for each request: paged prefill
-                      long chunks        the same, or a library over gathered K and V
+                      long chunks        paged prefill, or a library over gathered K and V
 
 The kernels of a model are chosen once, when the attention is made. A plan's arguments are checked
 in the first layer only, since the tensors have the same shapes in all layers. The attention code
@@ -55,7 +55,7 @@ class ChunkSize(NamedTuple):
     """The size of a chunk, in host memory."""
 
     rows: int  # new tokens
-    length: int  # all tokens, including the new ones
+    length: int  # all tokens, including the new tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,7 @@ def split_chunks(chunks: Chunks, gathered: GatheredPrefill | None, num_rows: int
 
 class KernelAttention:
     """Attention of one model over one KV pool, by kernels. `gathered` is the library that computes
-    long chunks of layers without a window; None means that the prefill kernel computes all
-    chunks."""
+    long chunks of layers without a window (None: the prefill kernel computes all chunks)."""
 
     def __init__(
         self,

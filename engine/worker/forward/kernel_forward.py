@@ -28,16 +28,16 @@ from .input_buffers import InputBuffers
 from .kernel_attention import KernelAttention, KernelPlan
 
 # Padding costs part of a step: at most half in small batches, where reading the weights dominates,
-# and a sixteenth in large ones.
+# and a sixteenth in large batches.
 _FIRST_SIZES = (1, 2, 4)
 _FINE, _FINE_UP_TO = 8, 128
 _COARSE, _COARSE_UP_TO = 16, 512
-# Each record takes memory and start time; arithmetic dominates in larger batches.
+# The largest captured batch: graphs take memory and start time; larger batches gain little.
 MAX_RECORDED = _COARSE_UP_TO
 # Sizes of recorded chunks. For a short rest of a prompt after a cached prefix, launching takes
 # longer than computing.
 CHUNK_SIZES = (16, 32, 64, 128, 256)
-# Tokens of the chunks that run at the start: the shortest, and one beyond the short ones.
+# The tokens of the chunks that run at the start: of the shortest chunk, and of a long chunk.
 WARM_CHUNKS = (2, 128)
 
 
@@ -82,7 +82,7 @@ class StepGraphs:
     def record_all(self, prepare: Callable[[int], None]) -> int:
         """Capture the graphs of all sizes, and return their number. `prepare(bucket)` fills the
         buffers with padding, on which the step can run safely. The largest size is captured first;
-        the smaller ones then fit into its memory."""
+        smaller graphs then fit into its memory."""
         for bucket in reversed(self._buckets):
             prepare(bucket)
             self._recorded[bucket] = self._runtime.record_work(self._work_of(bucket))
@@ -157,7 +157,7 @@ class KernelForward:
             progress(f"recorded chunks of {sizes} sizes")
 
     def prepare_step(self, step: StepInputs) -> Launch:
-        # A record reads token ids, and no input outside the buffers.
+        # A CUDA graph reads token ids, and no input outside the buffers.
         is_plain = step.embeds is None and step.aux is None and step.states is None
         is_plain = is_plain and step.adapters is None
         if is_plain and (step.num_decodes == len(step.rows) or len(step.rows) == 1):

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 MIN_GAIN = 1.25  # least speed of a library, relative to the kernel
 # The chunk for the measurement: its rows, and the tokens before them.
 SAMPLE_ROWS, SAMPLE_CONTEXT = 8192, 8192
-SAMPLE_LAYERS = 4  # used in turn, so that K and V are no longer in the cache
+SAMPLE_LAYERS = 4  # layers used in turn, so that K and V are no longer in the cache
 RUNS = 3
 # Largest difference between the results of library and kernel: both round to 16 bits.
 MOST_DIFFERENCE = 0.02
@@ -134,7 +134,7 @@ class PrefillChoice:
         `backend` names a library that can compute no chunk."""
         if backend in LIBRARIES:
             return self._named(backend)
-        # Only a device that records measures its own time.
+        # Only a device that captures graphs measures its own time.
         return self._faster() if backend == AUTO and self._runtime.can_record else None
 
     def _named(self, name: str) -> GatheredPrefill:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PictureInputs: the embeddings of pictures in the worker, and what they change in a step.
+"""PictureInputs holds the embeddings of pictures in the worker, and adds them to a step's input.
 
 The scheduler decides which pictures are encoded and dropped (`cache/picture_cache.py`). Encoding is
 queued before the forward pass of the step that needs it first. A step takes the part of each
@@ -34,7 +34,7 @@ class PictureInputs:
         self._pictures: dict[str, Sequence[Picture]] = {}  # by request id
         # By digest: [tokens, hidden], or more columns, which are additions after the first layers.
         self._embeds: dict[bytes, Tensor] = {}
-        self._positions: PicturePositions | None = None  # None: positions are places
+        self._positions: PicturePositions | None = None  # None: a token's position is its place
         if spec.rope_axes is not None:
             self._positions = PicturePositions(spec.vision.pixels_of_token)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PicturePositions: rotary positions of prompts with pictures, for models that turn by a grid.
+"""PicturePositions: rotary positions of prompts with pictures, for models with three axes.
 
-A token of text has one position for all three axes. The tokens of a picture have one time, and the
-row and the column of their place as height and width. The text behind a picture goes on after the
-largest of these numbers, so its positions are smaller than its places in the sequence.
+A token of text has one position for all three axes. The tokens of a picture share one time, and
+their height and width are their row and column in the picture. The positions of the text after a
+picture continue after the picture's largest position, and are smaller than its token indices.
 
     text text | picture of 2 x 3 | text          time    0 1  2 2 2 2 2 2  5
                                                  height  0 1  2 2 2 3 3 3  5
@@ -30,7 +30,7 @@ class _OfPrompt(NamedTuple):
     """The positions of one request."""
 
     grid: _Grid  # [3, prompt tokens]
-    shift: int  # from a place behind the prompt to its position
+    shift: int  # position minus index of the tokens after the prompt
 
 
 class PicturePositions:
@@ -47,7 +47,7 @@ class PicturePositions:
             self._of_requests[new.request_id] = _OfPrompt(grid, shift)
 
     def remove_request(self, request_id: str) -> None:
-        """Forget an ended request; one without pictures is ignored."""
+        """Forget an ended request; a request without pictures is ignored."""
         self._of_requests.pop(request_id, None)
 
     def positions_of(

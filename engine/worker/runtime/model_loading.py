@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ModelLoader: loads the weights of the worker's model and those of its draft model."""
+"""ModelLoader: loads the weights of the worker's model and draft model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ModelLoader:
         return self._parts[0].is_plain
 
     def allow_adapters(self, num_slots: int, max_rank: int) -> None:
-        """Load the model with slots for adapters; 0 slots: without."""
+        """Load the model with `num_slots` slots for adapters; 0: no adapters."""
         self._num_slots, self._max_rank = num_slots, max_rank
 
     def load_models(self, max_model_len: int) -> LoadedModels:

@@ -31,16 +31,16 @@ class Placement:
     kv_cache_dtype: str = AUTO  # auto: the type of the computation
     attention_backend: str = AUTO
     strict_kernels: bool = False  # on a GPU, refuse to replace a kernel by its plain twin
-    record_decodes: bool = True  # if the device can record
+    record_decodes: bool = True  # capture CUDA graphs, if the device can
     compile_elementwise: bool = False
     random_weights: bool = False
     memory_share: float = (
-        DEFAULT_GPU_SHARE  # of a GPU's memory, for weights, steps and the KV pool together
+        DEFAULT_GPU_SHARE  # share of a GPU's memory, for weights, steps and the KV pool together
     )
 
     @property
     def uses_kernels(self) -> bool:
-        """Whether `KernelAttention` computes attention, by Triton kernels or by plain ones.
+        """Whether `KernelAttention` computes attention, by Triton kernels or plain kernels.
         `attention_backend` decides; `auto` means on a GPU, and on a CPU for a float8 pool, which
         other attention cannot read."""
         if self.attention_backend != AUTO:

@@ -116,7 +116,7 @@ class MemoryUse:
     total_bytes: int
     free_before_bytes: int  # before this process took any memory
     free_after_bytes: int  # after the run; torch then held `held_after_bytes`
-    held_after_bytes: int  # by torch's allocator, after the run
+    held_after_bytes: int  # bytes in torch's allocator after the run
     weight_bytes: int
     peak_bytes: int  # the most that torch's allocator held during the run
 

@@ -44,7 +44,7 @@ from ..kv_pool import ModelPages
 from .hidden_pages import slot_index
 from .proposer import ComputedStep, DraftQuery, Proposer
 
-_FOLLOWED_BLOCKS = 1  # blocks of an answer that it still computes after the last request for drafts
+_FOLLOWED_BLOCKS = 1  # blocks that are still computed after the last request for drafts
 _NONE: IntArray = np.zeros(0, np.int64)
 BoolArray = npt.NDArray[np.bool_]
 StatesBefore = tuple[Tensor, IntArray]  # hidden states, and the indices of the used rows
@@ -56,7 +56,7 @@ class DraftRows(NamedTuple):
     None, the main model computed the tokens before."""
 
     rows: IntArray  # [requests]
-    starts: IntArray  # [requests] number of tokens before the computed ones
+    starts: IntArray  # [requests] number of tokens before the tokens to compute
     counts: IntArray  # [requests]
     wanted: IntArray  # tokens of the step whose hidden states are returned
     late: LateTokens | None = None
@@ -156,8 +156,8 @@ class DraftModel(Proposer):
         return lengths + most - 1
 
     def _catch_up(self, rows: IntArray, ends: IntArray, chosen: Tensor | None) -> None:
-        """Compute K and V for the missing tokens among the first `ends` tokens of these rows. The
-        last token of a row may be one that only the device has, in `chosen`."""
+        """Compute K and V for the missing tokens among the first `ends` tokens of these rows. Only
+        the device may have the last token of a row, in `chosen`."""
         known = self._batch.num_draft_computed
         if chosen is not None:
             chosen = chosen.clamp(max=self._vocab_size - 1)

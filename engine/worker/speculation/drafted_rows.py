@@ -31,11 +31,11 @@ class DraftedRows:
     """The rows of logits, request by request: one after the newest token and one after each
     draft."""
 
-    rows: IntArray  # [rows of logits] their rows of the batch
-    offsets: IntArray  # [rows of logits] number of drafts before each
+    rows: IntArray  # [rows of logits] rows of the batch
+    offsets: IntArray  # [rows of logits] number of drafts before each row
     draft_token_ids: Sequence[Sequence[int]]  # for each row of logits, its request's drafts
-    firsts: IntArray  # [requests] index of their first row of logits
-    counts: IntArray  # [requests] number of their rows of logits
+    firsts: IntArray  # [requests] index of each request's first row of logits
+    counts: IntArray  # [requests] number of each request's rows of logits
 
     @classmethod
     def of(

@@ -12,8 +12,8 @@ state of the token before:
     proposes                 t2         t3         t4
 
 The content of a slot depends only on the tokens up to its own token. So a block's content depends
-only on the tokens that its key covers. After a cache hit no token is computed again, because the
-hidden state for the next slot is in the block's last slot. Other engines combine token i + 1 and
+only on the tokens that its key covers. After a cache hit no token is computed again, because a
+block's last slot has the hidden state for the next slot. Other engines combine token i + 1 and
 hidden state i in slot i; the last slot of a block then depends on a token after the block. The
 drafts are the same with either pairing, since only distances between rotary positions matter.
 
@@ -41,7 +41,7 @@ from .draft_model import BoolArray, DraftModel, DraftRows
 from .hidden_pages import HiddenPages
 from .proposer import ComputedStep
 
-_FIRST_SLOTS = 1  # slots without a hidden state before them
+_FIRST_SLOTS = 1  # slots without a preceding hidden state
 
 
 class EagleDrafts(DraftModel):
@@ -60,7 +60,7 @@ class EagleDrafts(DraftModel):
         vocab_size: int,
         max_tokens: int,
     ) -> None:
-        """`pages` are those of the head's layers; `states` stores the model's hidden states."""
+        """`pages` are the pages of the head's layers; `states` stores the model's hidden states."""
         super().__init__(head, forward, batch, pages, vocab_size=vocab_size, max_tokens=max_tokens)
         self._head, self._states = head, states
 

@@ -23,9 +23,9 @@ class DraftQuery(NamedTuple):
 
     request_id: str
     token_ids: TokenArray  # int32 [num_tokens]: prompt and output; a view, valid for this call
-    output_token_ids: Sequence[int]  # its own list, which grows
+    output_token_ids: Sequence[int]  # the request's own list, which grows
     cache_salt: bytes  # requests with the same salt may use each other's texts
-    most: int  # drafts, 1 at least
+    most: int  # the most drafts, at least 1
     row: int  # of the batch
 
 
@@ -36,7 +36,7 @@ class ComputedStep(NamedTuple):
     computed: IntArray  # [requests] number of earlier tokens
     counts: IntArray  # [requests] tokens of the step
     num_drafts: IntArray  # [requests] drafts among these tokens
-    # On the device: the tokens that the previous step chooses; None: the host knows them.
+    # The tokens sampled by the previous step, on the device; None: the host has the tokens.
     chosen: Tensor | None
     hidden: Tensor | None  # [tokens, hidden] of the step, if the proposer `reads_hidden`
 
@@ -47,7 +47,7 @@ class Proposer(ABC):
 
     reads_hidden = False  # whether `follow_step` gets the hidden states of all tokens
 
-    def follow_step(self, step: ComputedStep) -> None:  # noqa: B027 - most read tokens alone
+    def follow_step(self, step: ComputedStep) -> None:  # noqa: B027 - most need tokens alone
         """Process a step of the model. The caller has already launched the step's forward pass."""
 
     @abstractmethod
@@ -55,5 +55,5 @@ class Proposer(ABC):
         """Return up to `most` draft tokens for each query, in the order of the queries. A list is
         empty if the proposer finds no guess. After a preemption a request may have fewer tokens."""
 
-    def remove_request(self, request_id: str) -> None:  # noqa: B027 - most keep nothing
+    def remove_request(self, request_id: str) -> None:  # noqa: B027 - most proposers keep no data
         """Drop the data of an ended request. An unknown id is ignored."""

@@ -21,8 +21,8 @@ from .suffix import SuffixProposer
 
 
 def make_proposer(config: SpeculativeConfig) -> Proposer | None:
-    """Make the worker's proposer by the settings; None if they enable no drafts. If there is a
-    draft model, `make_drafter` replaces it."""
+    """Make the worker's proposer from the settings; None if the settings enable no drafts. If there
+    is a draft model, `make_drafter` replaces it."""
     if not config.is_on:
         return None
     kind = SuffixProposer if config.method == "suffix" else NgramProposer

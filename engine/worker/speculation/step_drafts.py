@@ -16,9 +16,9 @@ from .proposer import ComputedStep, DraftQuery, Proposer
 
 
 class StepDrafts:
-    """Writes the draft tokens of a step to the batch, takes the accepted tokens, and asks the
-    proposer for new drafts. All calls come from the worker's thread. Without a `proposer` there are
-    no new drafts, but drafts in the scheduler's steps are still checked."""
+    """Writes the draft tokens of a step to the batch, takes the accepted tokens, and requests new
+    drafts from the proposer. All calls come from the worker's thread. Without a `proposer` there
+    are no new drafts, but drafts in the scheduler's steps are still checked."""
 
     def __init__(self, batch: InputBatch, sampler: Sampler, proposer: Proposer | None) -> None:
         self._batch, self._sampler, self._proposer = batch, sampler, proposer
@@ -85,7 +85,7 @@ class StepDrafts:
     ) -> None:
         """Add new drafts to the result, for requests that got tokens in this step. A request that
         has left the batch gets no drafts, even if a new request has its id. Blocks after a
-        request's last token, which old drafts used, are removed from its row."""
+        request's last token, which old drafts used, are removed from the request's row."""
         if self._proposer is not None and output.wanted_drafts:
             self._propose(self._proposer, output.wanted_drafts, requests, result)
         given = output.wanted_drafts.keys() | output.draft_token_ids.keys()

@@ -19,8 +19,8 @@ from .proposer import DraftQuery, Proposer
 from .token_runs import RequestRuns, TokenRuns, common_length
 
 _BORDER = -1  # between two answers; not a token
-_MEMORY_TOKENS = 1 << 15  # of a tenant's newest answers, in each of two halves
-_ALL_TOKENS = 1 << 19  # of all tenants together; they take some 70 MB
+_MEMORY_TOKENS = 1 << 15  # tokens in each half of a tenant's memory of answers
+_ALL_TOKENS = 1 << 19  # tokens of all tenants together, in some 70 MB
 _MOST_PLACES = 6  # most occurrences used in each text, the newest first
 _DRAFTS_PER_TOKEN = 2  # drafts for each token of the found run
 _LEAST_SHARE = 0.3  # least share of the occurrences that must agree on all drafts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TokenRuns: the positions at which each run of tokens occurs in a sequence. RequestRuns: one
+"""TokenRuns has the positions at which each run of tokens occurs in a sequence. RequestRuns has a
 `TokenRuns` for each request."""
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from ...request.request import TokenArray
 from .proposer import DraftQuery
 
 _MASK_64 = 2**64 - 1
-_FACTOR = 0x9E3779B97F4A7C15  # odd
+_FACTOR = 0x9E3779B97F4A7C15  # an odd number
 _NOWHERE = -1
-MOST_TOKENS = 1 << 20  # of all requests together; they take some 150 MB
+MOST_TOKENS = 1 << 20  # tokens of all requests together, in some 150 MB
 
 
 class TokenRuns:
     """The positions of each run of `size` tokens in a growing sequence; the position of a run is
-    that of its last token. Runs are compared by 64 bits of a hash, so the caller must compare the
-    tokens too."""
+    the position of its last token. Runs are compared by 64 bits of a hash, so the caller must
+    compare the tokens too."""
 
     def __init__(self, size: int) -> None:
         self._size = size
