@@ -69,8 +69,7 @@ class Pause(Enum):
 
 
 class Scheduler:
-    """An engine's scheduler, called by the step thread only. Only its `reset_prefix_cache` may
-    block.
+    """An engine's scheduler. The step thread calls it; only `reset_prefix_cache` may block.
 
     `fails_with_load`: whether a request ends with an error if a tier had some of its blocks but
     could not load them; otherwise the request computes these blocks. `speculation` decides how many
