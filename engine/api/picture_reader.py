@@ -47,9 +47,12 @@ class PictureReader:
             settings.max_pictures_per_request,
         )
 
-    async def read_pictures(self, messages: Sequence[ChatMessage]) -> list[ProcessedPicture]:
+    async def read_pictures(
+        self, messages: Sequence[ChatMessage], max_tokens: int
+    ) -> list[ProcessedPicture]:
         """Return all pictures of a conversation, in order. Raises ApiError, which names the part of
-        the message with an invalid picture."""
+        the message, for an invalid picture, and for the first picture with which all pictures have
+        more than `max_tokens` tokens: later pictures are not read."""
         found = picture_urls(messages)
         if len(found) > self.most:
             message = (
@@ -57,7 +60,17 @@ class PictureReader:
                 "send fewer"
             )
             raise ApiError(message, param="messages", code="too_many_pictures")
-        return [await self._read_picture(place, url) for place, url in found]
+        pictures, num_tokens = [], 0
+        for place, url in found:
+            pictures.append(await self._read_picture(place, url))
+            num_tokens += sum(item.num_tokens for item in pictures[-1].items)
+            if num_tokens > max_tokens:
+                message = (
+                    f"the pictures up to `{place}` have {num_tokens} tokens, and a prompt has at "
+                    f"most {max_tokens}; send fewer or smaller pictures"
+                )
+                raise ApiError(message, param=place, code="context_length_exceeded")
+        return pictures
 
     async def _read_picture(self, place: str, url: str) -> ProcessedPicture:
         try:

@@ -153,7 +153,7 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
     text = await render(front, request.messages, request, tools.shown)
     pictures: list[ProcessedPicture] = []
     if front.pictures is not None:
-        pictures = await front.pictures.read_pictures(request.messages)
+        pictures = await front.pictures.read_pictures(request.messages, front.max_prompt_tokens)
         text = _with_pictures(front.pictures, request, text, pictures)
     (prompt,) = await front.resolve_prompts(
         text,

@@ -4,6 +4,7 @@ transformers in float64, and errors that name the part."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import runpy
 from collections.abc import Iterator, Sequence
@@ -11,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
+from stratakv.engine.api.api_errors import ApiError
 from stratakv.engine.api.api_settings import ApiSettings
+from stratakv.engine.api.openai.request.protocol import ChatMessage
+from stratakv.engine.api.picture_reader import PictureReader
 
 from ..picture_model import KINDS, Part, PictureModel, draw_picture, make_picture_model, url_of
 from .conftest import MODEL_NAME, LiveServer
@@ -135,6 +140,25 @@ def test_placeholders_without_a_picture_are_the_clients_error(
     answer = http.post(route, json={"model": MODEL_NAME, field: given})
     assert answer.status_code == 400, answer.text
     assert "stands for a picture" in answer.json()["error"]["message"]
+
+
+def test_pictures_beyond_the_context_are_refused_before_others_are_read(
+    model: PictureModel,
+) -> None:
+    reader = PictureReader.load(model.path, ApiSettings())
+    assert reader is not None
+    size = sum(item.num_tokens for item in model.processor.process_picture(TALL).items)
+    unread = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    content = [*content_of([TALL, "and", TALL, TALL]), unread]
+    messages = msgspec.convert([{"role": "user", "content": content}], list[ChatMessage])
+    with pytest.raises(ApiError) as told:
+        asyncio.run(reader.read_pictures(messages, 2 * size))
+    assert (told.value.status, told.value.code) == (400, "context_length_exceeded")
+    assert told.value.param == "messages[0].content[3]"
+    with pytest.raises(ApiError) as told:
+        asyncio.run(reader.read_pictures(messages, 3 * size))
+    assert told.value.param == "messages[0].content[4]" and told.value.code == "invalid_picture"
+    reader.pool.close_pool()
 
 
 def test_too_many_pictures_are_refused(http: httpx.Client) -> None:
