@@ -87,12 +87,9 @@ class PictureInputs:
         tokens each, at these `places` in their sequences. Raises ValueError if the embeddings of a
         picture are missing."""
         grid = None
+        found = self._rows_of(batch, rows, counts, places)
         if self._positions is not None:
-            places_of_rows = places
-            places, grid = self._positions.positions_of(batch, rows, counts, places_of_rows)
-            found = self._rows_of(batch, rows, counts, places_of_rows)
-        else:
-            found = self._rows_of(batch, rows, counts, places)
+            places, grid = self._positions.positions_of(batch, rows, counts, places)
         if found is None:
             return places, embeds, None
         at, whole = found
