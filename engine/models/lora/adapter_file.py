@@ -116,6 +116,7 @@ class _Reader:
         pairs = self._pairs(stored)
         if not pairs:
             raise ConfigError(f"{self._path} holds no matrices of LoRA; give another adapter")
+        self._config.check_count(len(pairs))
         modules: dict[str, Module] = {}
         for module, (ins, outs) in sorted(pairs.items()):
             name, made = self._module(module, ins, outs)
@@ -180,7 +181,8 @@ class _Reader:
 
     def _plain(self, module: str, ins: Tensor, outs: Tensor, shape: tuple[int, ...]) -> Module:
         rank, (num_outs, num_ins) = len(ins), shape
-        self._check_rank(module, rank, self._config.rank_of(module))
+        strength = self._config.strength_of(module)
+        self._check_rank(module, rank, strength.rank)
         for half, tensor, wanted in (
             ("A", ins, (rank, num_ins)), ("B", outs, (num_outs, rank)),
         ):  # fmt: skip
@@ -190,7 +192,7 @@ class _Reader:
                     f"has lora_{half} {list(tensor.shape)} and this model needs {list(wanted)}; "
                     "give an adapter of this model",
                 )
-        return Module(ins, outs, self._config.scale_of(module))
+        return Module(ins, outs, strength.scale)
 
     def _experts_name(self, module: str) -> str | None:
         """Return the name of the joined tensor of all experts that a module changes, or None. Of
@@ -213,8 +215,8 @@ class _Reader:
         part = name.rpartition(".")[2]
         parameter = f"{module.removesuffix(_INNER)}.{part}"
         rank = len(ins) // count
-        self._check_rank(module, rank, self._config.rank_of(parameter))
-        scale = self._config.scale_of(parameter)
+        told, scale = self._config.strength_of(parameter)
+        self._check_rank(module, rank, told)
         of_experts = count * rank
         is_turned = (ins.shape, outs.shape) == ((of_experts, num_outs), (num_ins, of_experts))
         is_usual = (ins.shape, outs.shape) == ((of_experts, num_ins), (num_outs, of_experts))

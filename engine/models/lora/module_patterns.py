@@ -10,18 +10,72 @@ from __future__ import annotations
 
 import importlib
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
 
 # The parser of `re`, which returns the parsed pattern as a tree.
 _parser: Any = importlib.import_module("re._parser")
 
+T = TypeVar("T")
+
 MOST_CHARACTERS = 512  # the longest pattern
-MOST_WAYS = 50_000  # the most ways to match, over all patterns of an adapter
+MOST_WAYS = 50_000  # the most ways to match, over all patterns of a field
+MOST_TRIES = 10_000_000  # the most ways times modules; they take a few seconds
 _NAME_CHARACTERS = 128  # about the length of the longest module names
 
 _ONE_CHARACTER = {"LITERAL", "NOT_LITERAL", "ANY", "IN"}
 _NO_CHOICE = {*_ONE_CHARACTER, "AT"}
 _REPEATS = {"MAX_REPEAT", "MIN_REPEAT"}
+_PLAIN = re.compile(r"[\w.-]+")
+
+
+class PatternValues(Generic[T]):
+    """Values by patterns of module names, as in PEFT; the first pattern that matches counts.
+
+    Plain names are looked up and not matched, because an adapter may name each of its modules. The
+    table has them by length and by the places of their dots, which stand for any character."""
+
+    __slots__ = ("_expressions", "_plain", "_values", "num_ways")
+
+    def __init__(self) -> None:
+        self._values: list[T] = []
+        self._plain: dict[int, dict[tuple[int, ...], dict[str, int]]] = {}
+        self._expressions: list[tuple[int, re.Pattern[str]]] = []
+        self.num_ways = 0  # the most comparisons of a module, a layout of dots included
+
+    def add(self, key: str, value: T) -> None:
+        """Add a pattern after the others. Raises ValueError as `compile_pattern` does."""
+        if _PLAIN.fullmatch(key) and len(key) <= MOST_CHARACTERS:
+            layouts = self._plain.setdefault(len(key), {})
+            dots = tuple(place for place, each in enumerate(key) if each == ".")
+            self.num_ways += dots not in layouts
+            layouts.setdefault(dots, {})[key] = len(self._values)
+        else:
+            pattern, num_ways = compile_pattern(key)
+            self._expressions.append((len(self._values), pattern))
+            self.num_ways += num_ways
+        self._values.append(value)
+
+    def get(self, module: str, default: T) -> T:
+        """Return the value of the first pattern that matches the module's name, or its end after a
+        dot."""
+        plain = min(self._plain_matches(module), default=len(self._values))
+        first = next(
+            (number for number, each in self._expressions if number < plain and each.match(module)),
+            plain,
+        )
+        return self._values[first] if first < len(self._values) else default
+
+    def _plain_matches(self, module: str) -> Iterator[int]:
+        starts = [0, *(place + 1 for place, each in enumerate(module) if each == ".")]
+        for end in (module[start:] for start in starts):
+            for dots, names in self._plain.get(len(end), {}).items():
+                letters = list(end)
+                for place in dots:
+                    letters[place] = "."
+                found = names.get("".join(letters))
+                if found is not None:
+                    yield found
 
 
 def compile_pattern(key: str) -> tuple[re.Pattern[str], int]:

@@ -8,16 +8,17 @@ is refused too, unless it is unset."""
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from ....tiers.settings.format import format_value
 from ....tiers.settings.values import ConfigError
 from ..checkpoint.json_fields import JsonFields, read_json
-from .module_patterns import MOST_WAYS, compile_pattern
+from .module_patterns import MOST_TRIES, MOST_WAYS, PatternValues
+
+T = TypeVar("T")
 
 CONFIG_FILE = "adapter_config.json"
 MAX_ALPHA = 1e6
@@ -56,6 +57,11 @@ _READ = frozenset((
 ))  # fmt: skip
 
 
+class Strength(NamedTuple):
+    rank: int
+    scale: float
+
+
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
     """The fields of an adapter_config.json that decide what an adapter computes."""
@@ -64,18 +70,26 @@ class PeftConfig:
     rank: int
     alpha: float
     uses_root: bool  # scale is alpha / sqrt(rank) instead of alpha / rank
-    rank_patterns: tuple[tuple[re.Pattern[str], int], ...]
-    alpha_patterns: tuple[tuple[re.Pattern[str], float], ...]
+    ranks: PatternValues[int]
+    alphas: PatternValues[float]
     parameters: tuple[str, ...]  # target_parameters: tensors of several matrices, as of experts
 
-    def rank_of(self, module: str) -> int:
-        """Return a module's rank: by the first entry of rank_pattern that matches, or else `r`."""
-        return next((r for key, r in self.rank_patterns if key.match(module)), self.rank)
+    def check_count(self, num_modules: int) -> None:
+        """Raises ConfigError if the patterns of this many modules may take for ever to match."""
+        for name, patterns in (("rank_pattern", self.ranks), ("alpha_pattern", self.alphas)):
+            num_tries = patterns.num_ways * num_modules
+            if num_tries > MOST_TRIES:
+                raise ConfigError(
+                    f"{self.where}: {name} has patterns with {patterns.num_ways} ways to match, "
+                    f"times {num_modules} modules {num_tries}; at most {MOST_TRIES} are tried: "
+                    "name the modules instead of patterns"
+                )
 
-    def scale_of(self, module: str) -> float:
-        alpha = next((a for key, a in self.alpha_patterns if key.match(module)), self.alpha)
-        rank = self.rank_of(module)
-        return alpha / (math.sqrt(rank) if self.uses_root else rank)
+    def strength_of(self, module: str) -> Strength:
+        """Return a module's rank and scale, by the patterns or else by `r` and `lora_alpha`."""
+        rank = self.ranks.get(module, self.rank)
+        alpha = self.alphas.get(module, self.alpha)
+        return Strength(rank, alpha / (math.sqrt(rank) if self.uses_root else rank))
 
 
 def read_peft_config(folder: Path) -> PeftConfig:
@@ -112,12 +126,9 @@ def parse_peft_config(fields: JsonFields) -> PeftConfig:
         if fields.has("lora_alpha")
         else 8.0,
         uses_root=fields.boolean("use_rslora", False),
-        rank_patterns=tuple(
-            (found, inner.integer(key)) for inner, key, found in _patterns(fields, "rank_pattern")
-        ),
-        alpha_patterns=tuple(
-            (found, _alpha(inner, key, inner.values[key]))
-            for inner, key, found in _patterns(fields, "alpha_pattern")
+        ranks=_pattern_values(fields, "rank_pattern", JsonFields.integer),
+        alphas=_pattern_values(
+            fields, "alpha_pattern", lambda inner, key: _alpha(inner, key, inner.values[key])
         ),
         parameters=_texts(fields, "target_parameters"),
     )
@@ -143,30 +154,31 @@ def _alpha(fields: JsonFields, name: str, value: Any) -> float:
     return float(value)
 
 
-def _patterns(fields: JsonFields, name: str) -> Iterator[tuple[JsonFields, str, re.Pattern[str]]]:
-    """Yield each pattern of the field `name`, compiled, with the JSON object that has its value."""
-    inner = fields.inner(name)
+def _pattern_values(
+    fields: JsonFields, name: str, read: Callable[[JsonFields, str], T]
+) -> PatternValues[T]:
+    """Read the field `name`, an object of values by patterns; `read` reads a value."""
+    inner, found = fields.inner(name), PatternValues[T]()
     if len(inner.values) > MAX_PATTERNS:
         raise ConfigError(
             f"{fields.where}: {name} has {len(inner.values)} patterns and at most {MAX_PATTERNS} "
             "are read; name modules by fewer patterns"
         )
-    num_ways = 0
     for key in inner.values:
+        value = read(inner, key)
         try:
-            found, of_key = compile_pattern(key)
+            found.add(key, value)
         except ValueError as error:
             raise ConfigError(
                 f"{fields.where}: the pattern {format_value(key)} of {name} is {error}; name the "
                 "modules"
             ) from error
-        num_ways += of_key
-        if num_ways > MOST_WAYS:
+        if found.num_ways > MOST_WAYS:
             raise ConfigError(
                 f"{fields.where}: the patterns of {name} have together more than {MOST_WAYS} ways "
                 "to match, which may take for ever; name the modules"
             )
-        yield inner, key, found
+    return found
 
 
 def _texts(fields: JsonFields, name: str) -> tuple[str, ...]:

@@ -15,11 +15,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from peft.utils.other import get_pattern_key
 from torch import Tensor
 
 from stratakv.engine.models.checkpoint.json_fields import JsonFields
+from stratakv.engine.models.lora import peft_config
 from stratakv.engine.models.lora.adapter_file import WEIGHTS_FILE, AdapterFile
-from stratakv.engine.models.lora.module_patterns import MOST_WAYS, compile_pattern
+from stratakv.engine.models.lora.module_patterns import MOST_WAYS, PatternValues, compile_pattern
 from stratakv.engine.models.lora.peft_config import parse_peft_config
 from stratakv.engine.models.model_spec import ModelSpec
 from stratakv.tiers.settings.values import ConfigError
@@ -184,10 +186,54 @@ def test_patterns_are_those_of_peft() -> None:
     found = parse_peft_config(
         JsonFields(config_of(9, rank_pattern=patterns, alpha_pattern={"q_proj": 18}), "c.json")
     )
-    assert [found.rank_of(name) for name in names] == [1, 2, 5, 9]
-    assert [found.scale_of(name) for name in names] == [18.0, 9.0, 18 / 5, 2.0]
+    assert [found.strength_of(name) for name in names] == [
+        (1, 18.0), (2, 9.0), (5, 18 / 5), (9, 2.0)
+    ]  # fmt: skip
     rooted = parse_peft_config(JsonFields(config_of(9, use_rslora=True), "c.json"))
-    assert rooted.scale_of("a") == 6.0
+    assert rooted.strength_of("a").scale == 6.0
+
+
+_PARTS = ["a", "b", "a.b", "b.a", "ab", "aa", "a.a.b", "a.b.a", "axb", "1.b"]
+_KEYS = [
+    *_PARTS,
+    "a.",
+    ".b",
+    ".",
+    "..",
+    "^a",
+    "a$",
+    "a|b",
+    "[ab]",
+    ".*b",
+    "(a.b|b)",
+    r"\d\.b",
+    "a?",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(_KEYS), unique=True),
+       st.lists(st.sampled_from(_PARTS), min_size=1, max_size=3).map(".".join))  # fmt: skip
+def test_the_pattern_that_counts_is_the_one_of_peft(keys: list[str], module: str) -> None:
+    values = PatternValues[str]()
+    for key in keys:
+        values.add(key, key)
+    found = values.get(module, "none of them")
+    expected = get_pattern_key(keys, module)
+    assert found == expected if expected in keys else found == "none of them"
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_patterns_and_modules_together_have_a_limit(
+    read: Callable[..., AdapterFile], monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    """A thousand plain names are looked up together, by their length and their dots."""
+    num_modules = len(read().modules)
+    names = {f"model.layers.{i}.self_attn.q_proj": 4 for i in range(1000)} | {"x.*": 4}
+    monkeypatch.setattr(peft_config, "MOST_TRIES", (3 + 129) * num_modules)
+    assert len(read(**{field: names}).modules) == num_modules
+    with pytest.raises(ConfigError, match=f"{field} has patterns with 133 ways to match, times "):
+        read(**{field: names | {"y": 4}})
 
 
 HOSTILE = [
@@ -380,8 +426,9 @@ def test_configs_of_any_kind_are_read_or_refused(fields: dict[str, Any]) -> None
     except ConfigError:
         return
     for name in ("model.layers.0.self_attn.q_proj", "a" * 60):
-        assert found.rank_of(name) >= 1
-        assert abs(found.scale_of(name)) <= 1e6
+        strength = found.strength_of(name)
+        assert strength.rank >= 1
+        assert abs(strength.scale) <= 1e6
 
 
 _SHAPES = st.lists(st.integers(-1, 70) | st.integers(), max_size=3)
