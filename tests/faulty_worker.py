@@ -30,9 +30,11 @@ from stratakv.engine.core.worker_process.worker_messages import (
     WorkerStart,
 )
 from stratakv.engine.scheduler.output import ModelRunnerOutput
+from stratakv.engine.worker.adapter_slots import ReadAdapter
 
 from .faulty_parts import Mischief, faulty_copies, faulty_forward
 from .leftovers import RunnerLook, look_at_runner
+from .threads import WAIT_SECONDS
 
 EXIT_STATUS = 7
 # What a worker does once, and what is said of it then; see `_lie`.
@@ -62,6 +64,7 @@ class Plan(msgspec.Struct):
     lie: str = ""  # one of LIES, or none
     lie_at: int = 0  # the number of the answer that it befalls
     late_seconds: float = 0.0
+    reads_wait_for: str = ""  # a file that an adapter's read waits for; empty: no wait
 
 
 class FaultyServer(worker_process.WorkerServer):
@@ -83,6 +86,13 @@ class FaultyServer(worker_process.WorkerServer):
             super()._send_to_executor(Returned())
         else:
             super()._handle(message)
+
+    def _read_adapter(self, path: Path) -> ReadAdapter:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while self._plan.reads_wait_for and not Path(self._plan.reads_wait_for).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        return super()._read_adapter(path)
 
     def _serve_test(self, name: str) -> None:
         if name == "arm":

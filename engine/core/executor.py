@@ -104,8 +104,8 @@ class Executor(ABC):
 
     @abstractmethod
     def add_adapter(self, adapter: ReadAdapter) -> None:
-        """Add an adapter to the worker, for the steps dispatched after this call. Raises
-        ConfigError if its files have changed since they were read."""
+        """Add an adapter that `read_adapter` returned, once, to the worker, for the steps
+        dispatched after this call."""
 
     @abstractmethod
     def drop_adapter(self, fingerprint: bytes) -> None:

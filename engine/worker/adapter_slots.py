@@ -37,8 +37,9 @@ class ReadAdapter(NamedTuple):
     fingerprint: bytes
     rank: int
     num_bytes: int
-    # The weights in the form of the model's products; None: another process reads the files again.
+    # The weights in the form of the model's products; None: a worker process has them.
     prepared: PreparedAdapter | None = None
+    number: int = 0  # under which the worker process has the weights
 
 
 class AdapterSlots:

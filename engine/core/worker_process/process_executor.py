@@ -28,14 +28,13 @@ from ....connector.messages import ConnectorMetadata, ConnectorWorkerOutput
 from ....tiers.processes.python_command import python_command
 from ....tiers.settings.values import ConfigError
 from ...config.engine_config import EngineConfig
-from ...models.lora.adapter_file import AdapterFile
-from ...models.spec.spec_parser import load_model_spec
 from ...sampling.token_mask import TokenMask
 from ...scheduler.output import ModelRunnerOutput, SchedulerOutput
 from ...worker.adapter_slots import ReadAdapter
 from ..executor import Executor, ExecutorDied, StepHandle
 from ..offload import OpenTiers
 from ..start import encode_start
+from .adapter_reads import AdapterReads
 from .worker_messages import (
     Begin,
     Call,
@@ -81,7 +80,7 @@ class ProcessExecutor(Executor):
         step_seconds: float = STEP_SECONDS,
         command: Sequence[str] = WORKER_COMMAND,
     ) -> None:
-        self._config, self._step_seconds = config, step_seconds
+        self._step_seconds = step_seconds
         self._due: deque[int] = deque()  # ids of dispatched steps without a result yet
         self._outcomes: dict[int, ModelRunnerOutput | Exception] = {}
         self._dead: str | None = None
@@ -96,10 +95,12 @@ class ProcessExecutor(Executor):
         self._socket.bind(endpoint)
         copies = None if tiers is None else tiers.description
         wake_read, wake_write = os.pipe()
+        self._reads = AdapterReads()
+        passed = [wake_write, self._reads.worker_fd]
         try:
             self._process = subprocess.Popen(
                 command,
-                pass_fds=[wake_write] if copies is None else [wake_write, copies.slab_fd],
+                pass_fds=passed if copies is None else [*passed, copies.slab_fd],
                 stdin=subprocess.PIPE,
                 stdout=2,  # to standard error, because the output is text for the user
                 # A process group of its own keeps Ctrl-C from the worker, which this process ends.
@@ -112,6 +113,7 @@ class ProcessExecutor(Executor):
             raise
         finally:
             os.close(wake_write)
+        self._reads.start_receiving()
         note_ended = None if tiers is None else tiers.note_ended
         threading.Thread(
             target=_pass_on, args=(wake_read, note_ended), name="stratakv-worker-wake", daemon=True
@@ -125,6 +127,7 @@ class ProcessExecutor(Executor):
             level,
             copies,
             wake_fd=wake_write,
+            reads_fd=self._reads.worker_fd,
             # Linux ends the worker with the thread that began it, so only the main thread will do.
             dies_with_launcher=threading.current_thread() is threading.main_thread(),
         )
@@ -191,18 +194,10 @@ class ProcessExecutor(Executor):
         return self._call(Call(name, meta, seconds))
 
     def read_adapter(self, path: Path) -> ReadAdapter:
-        """Read an adapter, which the worker reads again in `add_adapter`."""
-        file = AdapterFile.read(
-            path, load_model_spec(self._config.model.path), self._config.lora.max_rank
-        )
-        return ReadAdapter(path, file.fingerprint, file.rank, file.num_bytes)
+        return self._reads.read_adapter(path)
 
     def add_adapter(self, adapter: ReadAdapter) -> None:
-        path, fingerprint = str(adapter.path), adapter.fingerprint
-        try:
-            self._call(Call("add_adapter", path=path, fingerprint=fingerprint))
-        except StepFailed as error:
-            raise ConfigError(str(error)) from error
+        self._call(Call("add_adapter", number=adapter.number))
 
     def drop_adapter(self, fingerprint: bytes) -> None:
         self._call(Call("drop_adapter", fingerprint=fingerprint))
@@ -320,6 +315,7 @@ class ProcessExecutor(Executor):
         self._close_socket()
 
     def _close_socket(self) -> None:
+        self._reads.close()
         self._socket.close()
         self._context.term()
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -30,6 +30,7 @@ class WorkerStart(msgspec.Struct):
     log_level: str
     copies: WorkerDescription | None = None  # for the worker side of a connector
     wake_fd: int = -1  # the worker writes the number of ended copies here, u32 little-endian
+    reads_fd: int = -1  # the socket of `adapter_reads`
     # Linux kills the worker when the thread that began it ends, even if the worker hangs.
     dies_with_launcher: bool = False
 
@@ -52,9 +53,8 @@ class Call(msgspec.Struct, tag="call", array_like=True):
     name: str
     meta: ConnectorMetadata | None = None
     seconds: float | None = None
-    # The adapter of `add_adapter` and `drop_adapter`.
-    path: str = ""
-    fingerprint: bytes = b""
+    number: int = 0  # of the adapter of `add_adapter`; see `adapter_reads`
+    fingerprint: bytes = b""  # of the adapter of `drop_adapter`
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True):

@@ -24,6 +24,7 @@ from ....tiers.settings.values import ConfigError
 from ... import logs
 from ...collector import settle_collector
 from ...models.spec.spec_parser import load_model_spec
+from ...worker.adapter_slots import ReadAdapter
 from ...worker.begun_step import BegunStep
 from ...worker.model_runner import ModelRunner
 from ...worker.runtime.device_runtime import is_device_lost
@@ -31,6 +32,7 @@ from ..executor import call_runner, load_runner
 from ..setup.model_check import find_draft
 from ..setup.resolve_placement import dtype_for, placement_of
 from ..start import read_start
+from .adapter_reads import AdapterReader
 from .worker_messages import (
     Begin,
     Call,
@@ -51,6 +53,7 @@ logger = logging.getLogger("stratakv.engine.core.worker_process.worker_process")
 
 _LINGER_MILLISECONDS = 2000
 _LOOK_MILLISECONDS = 1  # between two checks of the device, while no message comes
+_READER_SECONDS = 5.0  # for adapters that are being read at the end
 EXIT_FAILED = 1
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
@@ -81,6 +84,7 @@ class WorkerServer:
             self._send_to_executor(Failed(_words(error), is_config_error=is_config))
             self._close_zmq()
             return EXIT_FAILED
+        self._reader = AdapterReader(self._start.reads_fd, self._read_adapter)
         self._runner.enter_thread()
         settle_collector()
         self._send_to_executor(Up(self._runner.pool.num_blocks, self._runner.max_model_len))
@@ -88,6 +92,7 @@ class WorkerServer:
             self._deliver_when_done()
             message = decode_to_worker(self._socket.recv())
             if isinstance(message, Stop):
+                self._reader.close(_READER_SECONDS)
                 self._close_zmq()
                 return 0
             self._handle(message)
@@ -171,7 +176,7 @@ class WorkerServer:
     def _call_model_runner(self, call: Call) -> FromWorker:
         try:
             if call.name == "add_adapter":
-                self._add_adapter(call)
+                self._runner.adapters.add_adapter(self._reader.take_adapter(call.number))
                 return Returned()
             if call.name == "drop_adapter":
                 self._runner.drop_adapter(call.fingerprint)
@@ -180,11 +185,8 @@ class WorkerServer:
         except Exception as error:  # noqa: BLE001 - told
             return Failed(_words(error))
 
-    def _add_adapter(self, call: Call) -> None:
-        adapter = self._runner.adapters.read_adapter(Path(call.path))
-        if adapter.fingerprint != call.fingerprint:
-            raise ConfigError(f"{call.path} has changed while it was loaded; load it again")
-        self._runner.adapters.add_adapter(adapter)
+    def _read_adapter(self, path: Path) -> ReadAdapter:
+        return self._runner.adapters.read_adapter(path)
 
     def _send_to_executor(self, message: FromWorker) -> None:
         self._socket.send(encode(message))

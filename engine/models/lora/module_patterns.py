@@ -56,7 +56,7 @@ class PatternValues(Generic[T]):
             self.num_ways += num_ways
         self._values.append(value)
 
-    def get(self, module: str, default: T) -> T:
+    def value_of(self, module: str, default: T) -> T:
         """Return the value of the first pattern that matches the module's name, or its end after a
         dot."""
         plain = min(self._plain_matches(module), default=len(self._values))

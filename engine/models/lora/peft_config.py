@@ -87,8 +87,8 @@ class PeftConfig:
 
     def strength_of(self, module: str) -> Strength:
         """Return a module's rank and scale, by the patterns or else by `r` and `lora_alpha`."""
-        rank = self.ranks.get(module, self.rank)
-        alpha = self.alphas.get(module, self.alpha)
+        rank = self.ranks.value_of(module, self.rank)
+        alpha = self.alphas.value_of(module, self.alpha)
         return Strength(rank, alpha / (math.sqrt(rank) if self.uses_root else rank))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from pathlib import Path
+from socket import socketpair
 from typing import Any
 
 import pytest
@@ -78,7 +79,8 @@ def worker(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     socket = context.socket(zmq.PAIR)
     socket.setsockopt(zmq.LINGER, 0)
     socket.bind(endpoint)
-    start = WorkerStart(config_of(tiny_model), endpoint, 9, 99, "ERROR")
+    ours, theirs = socketpair()
+    start = WorkerStart(config_of(tiny_model), endpoint, 9, 99, "ERROR", reads_fd=theirs.detach())
     thread = threading.Thread(target=lambda: WorkerServer(start).run())
     thread.start()
 
@@ -93,6 +95,7 @@ def worker(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     thread.join()
     socket.close()
     context.term()
+    ours.close()
 
 
 def test_the_next_step_begins_before_the_device_is_done(worker: Any) -> None:

@@ -218,7 +218,7 @@ def test_the_pattern_that_counts_is_the_one_of_peft(keys: list[str], module: str
     values = PatternValues[str]()
     for key in keys:
         values.add(key, key)
-    found = values.get(module, "none of them")
+    found = values.value_of(module, "none of them")
     expected = get_pattern_key(keys, module)
     assert found == expected if expected in keys else found == "none of them"
 
