@@ -72,9 +72,12 @@ class EngineClient(ABC):
         """Abort the requests with these ids. Ignore unknown ids."""
 
     @abstractmethod
-    async def call(self, name: str, argument: str = "", timeout_seconds: float = 10.0) -> Any:
+    async def call(
+        self, name: str, argument: str = "", timeout_seconds: float | None = 10.0
+    ) -> Any:
         """Send a `core_messages.Call`, and return the decoded JSON of the reply. Raises EngineDead,
-        TimeoutError, and ValueError if the engine core refuses the call."""
+        TimeoutError, and ValueError if the engine core refuses the call. With `timeout_seconds`
+        None only a reply or the engine's end ends the wait."""
 
     @abstractmethod
     async def close(self, timeout_seconds: float = 30.0) -> None:

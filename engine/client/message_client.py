@@ -140,7 +140,9 @@ class MessageClient(EngineClient):
                 mailbox.put(TokenOutput(request_id, [], finish_reason="abort"))
         await self._send_to_core(AbortRequests(request_ids))
 
-    async def call(self, name: str, argument: str = "", timeout_seconds: float = 10.0) -> Any:
+    async def call(
+        self, name: str, argument: str = "", timeout_seconds: float | None = 10.0
+    ) -> Any:
         self._raise_if_dead()
         call_id = next(self._call_ids)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -151,7 +153,7 @@ class MessageClient(EngineClient):
                 return await answer
         except TimeoutError:
             raise TimeoutError(
-                f"the engine core did not answer {name!r} within {timeout_seconds:g} s"
+                f"the engine core did not answer {name!r} within {timeout_seconds or 0.0:g} s"
             ) from None
         finally:
             del self._calls[call_id]

@@ -17,6 +17,7 @@ from ...config.lora_config import adapter_name
 from ..api_errors import ApiError
 from ..front import Front
 from .request.body import read_request
+from .response.streaming import before
 
 
 class LoadRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -47,9 +48,12 @@ async def load_adapter(front: Front, http: Request) -> ASGIApp:
     except ValueError as error:
         raise ApiError(str(error), param="lora_path", code="invalid_value") from None
     try:
-        loaded = await front.adapters.load_adapter(
+        load = front.adapters.load_adapter(
             front.client, name, folder, replaces=request.load_inplace
         )
+        loaded = await before(load, None, front.in_flight.ended)
+    except TimeoutError as error:
+        raise ApiError(str(error), status=504, kind="timeout_error", code="timeout") from None
     except ValueError as error:
         message = f"the adapter `{name}` was not loaded: {error}"
         raise ApiError(message, param="lora_path", code="invalid_adapter") from None

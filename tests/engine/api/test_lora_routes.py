@@ -19,6 +19,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from stratakv.engine.api import served_adapters
 from stratakv.engine.api.api_settings import ApiSettings
 from stratakv.engine.config.lora_config import LoraConfig, LoraModule
 
@@ -299,6 +300,42 @@ def test_a_client_that_leaves_during_a_load(
     slow.may_go_on.set()
     wait_for(lambda: "x" in names(http))
     assert tokens(http, "x") != tokens(http, "first")
+
+
+@pytest.mark.parametrize("name", ["x", "first"])
+def test_a_load_that_lasts_too_long_for_its_client(
+    http: httpx.Client, live: LiveServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The list follows the core all the same."""
+    before = http.get("/v1/models/first").json()["fingerprint"]
+    slow = SlowLoads(live, monkeypatch)
+    with monkeypatch.context() as patched:
+        patched.setattr(served_adapters, "LOAD_SECONDS", 0.05)
+        answer = load(http, name, "b", load_inplace=True)
+    refused(answer, 504, f"the adapter {name} is not loaded after 0.05 s; its load continues")
+    assert http.get("/v1/models/first").json()["fingerprint"] == before
+    refused(load(http, name, "b", load_inplace=True), 400, "is being loaded")
+    slow.may_go_on.set()
+    wait_for(lambda: name in names(http))
+    wait_for(lambda: http.get(f"/v1/models/{name}").json()["fingerprint"] != before)
+    assert http.get(f"/v1/models/{name}").json()["fingerprint"] in held(live)
+    assert load(http, "first", "a", load_inplace=True).status_code == 200
+
+
+def test_a_load_that_the_shutdown_ends(
+    http: httpx.Client, live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = SlowLoads(live, monkeypatch)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(load, http, "x", "b")
+        assert slow.begun.wait(WAIT_SECONDS)
+        live.loop.call_soon_threadsafe(live.app.state.in_flight.abort_all)
+        try:
+            refused(first.result(WAIT_SECONDS), 503, "the server is shutting down")
+        finally:
+            slow.may_go_on.set()
+            live.app.state.in_flight._ended = None
+    wait_for(lambda: "x" in names(http))
 
 
 @pytest.mark.parametrize("how", ["unload", "replace", "delete"])

@@ -57,9 +57,9 @@ async def until_disconnect(
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def before(wanted: Awaitable[T], deadline: float, ended: asyncio.Future[None]) -> T:
-    """Return the result of `wanted`. Raises TimeoutError at `deadline`, a time of the event loop,
-    and an ApiError once `ended` is done."""
+async def before(wanted: Awaitable[T], deadline: float | None, ended: asyncio.Future[None]) -> T:
+    """Return the result of `wanted`. Raises TimeoutError at `deadline`, a time of the event loop or
+    None, and an ApiError once `ended` is done; both cancel `wanted`."""
     task = asyncio.ensure_future(wanted)
     try:
         async with asyncio.timeout_at(deadline):
