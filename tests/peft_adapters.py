@@ -91,6 +91,18 @@ ADAPTERS: dict[str, Made] = {
             "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         },
     ),
+    "experts_by_layer": Made(
+        "qwen3_moe",
+        {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": [],
+            "target_parameters": [
+                "layers.0.mlp.experts.gate_up_proj",
+                "layers.1.mlp.experts.down_proj",
+            ],
+        },
+    ),
     "experts_converted": Made(
         "qwen3_moe",
         {"r": 3, "lora_alpha": 6, "target_modules": ["gate_proj", "up_proj", "down_proj"]},

@@ -29,6 +29,7 @@ from ..checkpoint.tensor_shapes import expected_tensors, name_of
 from ..model_spec import ModelSpec
 from .adapted_names import adapted_tensors
 from .peft_config import PeftConfig, read_peft_config
+from .peft_targets import DOWN, GATE_UP, INNER
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLE_FILE = "adapter_model.bin"
@@ -36,8 +37,6 @@ MAX_FILE_BYTES = 16 << 30
 _FINGERPRINT = "stratakv.lora.1"
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
-# PEFT's suffix for the first of two wrapped parameters of one module, such as experts.
-_INNER = ".base_layer"
 _OTHER_TENSORS = (
     (".lora_embedding_", "an adapter of an embedding"),
     (".lora_magnitude_vector", "DoRA"),
@@ -117,6 +116,13 @@ class _Reader:
         if not pairs:
             raise ConfigError(f"{self._path} holds no matrices of LoRA; give another adapter")
         self._config.check_count(len(pairs))
+        ignored = self._config.targets.find_ignored(sorted(pairs))
+        if ignored is not None:
+            raise self._fault(
+                ignored,
+                f"is not computed by PEFT: {self._config.where} has {self._config.targets}; remove "
+                "its tensors, or correct these fields",
+            )
         modules: dict[str, Module] = {}
         for module, (ins, outs) in sorted(pairs.items()):
             name, made = self._module(module, ins, outs)
@@ -197,23 +203,19 @@ class _Reader:
     def _experts_name(self, module: str) -> str | None:
         """Return the name of the joined tensor of all experts that a module changes, or None. Of
         two tensors in one module, PEFT names the first, gate and up, with `.base_layer`."""
-        bare = module.removesuffix(_INNER)
-        gate_up, down = (self._name_of(f"{bare}.{part}") for part in ("gate_up_proj", "down_proj"))
+        bare = module.removesuffix(INNER)
+        gate_up, down = (self._name_of(f"{bare}.{part}") for part in (GATE_UP, DOWN))
         if gate_up not in self._joined or down not in self._joined:
             return None
-        if bare != module:
-            return gate_up
-        wanted = {name.rpartition(".")[2] for name in self._config.parameters}
-        if wanted == {"gate_up_proj"}:
-            return gate_up
-        return down
+        is_first = bare != module or self._config.targets.parts_of(bare) == [GATE_UP]
+        return gate_up if is_first else down
 
     def _experts(self, module: str, name: str, ins: Tensor, outs: Tensor) -> Module:
         """Check the matrices of all experts. `lora_A` has rows `[expert, rank]`, and `lora_B` has
         columns `[rank, expert]`. Files of older PEFT versions have inputs and outputs exchanged."""
         count, num_outs, num_ins = self._joined[name]
         part = name.rpartition(".")[2]
-        parameter = f"{module.removesuffix(_INNER)}.{part}"
+        parameter = f"{module.removesuffix(INNER)}.{part}"
         rank = len(ins) // count
         told, scale = self._config.strength_of(parameter)
         self._check_rank(module, rank, told)

@@ -67,8 +67,7 @@ class PatternValues(Generic[T]):
         return self._values[first] if first < len(self._values) else default
 
     def _plain_matches(self, module: str) -> Iterator[int]:
-        starts = [0, *(place + 1 for place, each in enumerate(module) if each == ".")]
-        for end in (module[start:] for start in starts):
+        for end in ends_of(module):
             for dots, names in self._plain.get(len(end), {}).items():
                 letters = list(end)
                 for place in dots:
@@ -78,15 +77,26 @@ class PatternValues(Generic[T]):
                     yield found
 
 
-def compile_pattern(key: str) -> tuple[re.Pattern[str], int]:
-    """Compile a pattern as in PEFT, where it must match the whole module name or its end after a
-    dot. Also return an upper bound of the ways in which the pattern can match. Raises ValueError
-    with the reason if the pattern is too long, is no regular expression, or may take for ever."""
+def ends_of(module: str) -> Iterator[str]:
+    """Yield a module's name, and its ends after each dot."""
+    yield module
+    for place, each in enumerate(module, 1):
+        if each == ".":
+            yield module[place:]
+
+
+def compile_pattern(
+    key: str, before: str = r"(.*\.)?(", after: str = ")$"
+) -> tuple[re.Pattern[str], int]:
+    """Compile a pattern between `before` and `after`; without these it matches the whole module
+    name or its end after a dot, as in PEFT. Also return an upper bound of the ways in which the
+    pattern can match. Raises ValueError with the reason if the pattern is too long, is no regular
+    expression, or may take for ever."""
     if len(key) > MOST_CHARACTERS:
         raise ValueError(f"longer than {MOST_CHARACTERS} characters")
     try:
         num_ways = _count_ways(_parser.parse(key))
-        return re.compile(rf"(.*\.)?({key})$"), num_ways
+        return re.compile(f"{before}{key}{after}"), num_ways
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"no regular expression ({error})") from error
 

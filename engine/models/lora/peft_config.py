@@ -17,6 +17,7 @@ from ....tiers.settings.format import format_value
 from ....tiers.settings.values import ConfigError
 from ..checkpoint.json_fields import JsonFields, read_json
 from .module_patterns import MOST_TRIES, MOST_WAYS, PatternValues
+from .peft_targets import PeftTargets
 
 T = TypeVar("T")
 
@@ -43,17 +44,17 @@ _OTHER_METHODS = {
     "monteclora_config": "MonteCLoRA",
     "velora_config": "VeLoRA",
 }
-# Fields without an effect on the computation: how the adapter was trained, and which modules it
-# has, which the names of its tensors say too.
+# Fields without an effect on the computation, such as how the adapter was trained.
 _NO_ARITHMETIC = frozenset((
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
-    "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config",
+    "inference_mode", "loftq_config",
     "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_version",
-    "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
+    "qalora_group_size", "revision", "runtime_config", "task_type",
 ))  # fmt: skip
 _READ = frozenset((
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias",
-    "init_lora_weights", "target_parameters",
+    "init_lora_weights", "target_parameters", "target_modules", "exclude_modules",
+    "layers_to_transform", "layers_pattern",
 ))  # fmt: skip
 
 
@@ -72,7 +73,7 @@ class PeftConfig:
     uses_root: bool  # scale is alpha / sqrt(rank) instead of alpha / rank
     ranks: PatternValues[int]
     alphas: PatternValues[float]
-    parameters: tuple[str, ...]  # target_parameters: tensors of several matrices, as of experts
+    targets: PeftTargets
 
     def check_count(self, num_modules: int) -> None:
         """Raises ConfigError if the patterns of this many modules may take for ever to match."""
@@ -130,7 +131,7 @@ def parse_peft_config(fields: JsonFields) -> PeftConfig:
         alphas=_pattern_values(
             fields, "alpha_pattern", lambda inner, key: _alpha(inner, key, inner.values[key])
         ),
-        parameters=_texts(fields, "target_parameters"),
+        targets=PeftTargets(fields),
     )
 
 
@@ -179,10 +180,3 @@ def _pattern_values(
                 "to match, which may take for ever; name the modules"
             )
     return found
-
-
-def _texts(fields: JsonFields, name: str) -> tuple[str, ...]:
-    values = fields.values.get(name) or []
-    if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
-        raise fields.fault(name, "a list of strings", values)
-    return tuple(values)
