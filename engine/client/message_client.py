@@ -21,6 +21,7 @@ from ..request.core_messages import (
     AbortRequests,
     AddRequest,
     Call,
+    CallRefused,
     ExtendPrompt,
     Fatal,
     FromCore,
@@ -269,7 +270,7 @@ class MessageClient(EngineClient):
         if answer is None or answer.done():
             return
         if reply.error:
-            answer.set_exception(ValueError(reply.error))
+            answer.set_exception(CallRefused(reply.error, reply.code))
         else:
             answer.set_result(json.loads(reply.result))
 

@@ -6,6 +6,7 @@ raises a ConfigError, which names the expected value, the given value and a reme
 
 from __future__ import annotations
 
+import os
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 
@@ -122,6 +123,11 @@ class ModelConfig:
                 "cpu; drop it or give --device cuda"
             )
         self._check_marks()
+
+    def has_name(self, name: str) -> bool:
+        """Whether `name` is the served name, or the model's path in any spelling."""
+        given = os.path.abspath(os.path.expanduser(name))
+        return name == self.served_name or given == os.path.abspath(self.path)
 
     def _check_marks(self) -> None:
         start, end = self.reasoning_start, self.reasoning_end
@@ -353,10 +359,11 @@ class EngineConfig:
                 "--no-enable-prefix-caching; drop one of them"
             )
         self._check_role()
-        if any(each.name == self.model.served_name for each in self.lora.modules):
+        taken = next((each for each in self.lora.modules if self.model.has_name(each.name)), None)
+        if taken is not None:
             raise ConfigError(
-                f"--lora-modules names an adapter {format_value(self.model.served_name)}, which is "
-                "the name of the model itself (--served-model-name); give the adapter another"
+                f"--lora-modules names an adapter {format_value(taken.name)}, which is the name of "
+                "the model itself (--served-model-name, or its path); give the adapter another"
             )
         if self.cache.kv_cache_dtype != "auto":
             self._check_kv_cache_dtype()

@@ -21,15 +21,20 @@ from typing import Any
 from ...tiers.settings.format import format_name
 from ...tiers.settings.sizes import show_size
 from ...tiers.settings.values import ConfigError
+from ..config.engine_config import EngineConfig, ModelConfig
 from ..config.lora_config import LoraConfig
 from ..request.adapter import Adapter
-from ..request.core_messages import LoadAdapter, LoadedAdapter
+from ..request.core_messages import CallRefused, LoadAdapter, LoadedAdapter
 from ..request.request import Request
 from ..worker.adapter_slots import ReadAdapter
 from .client_calls.deferred import Deferred
 from .executor import Executor
 
 logger = logging.getLogger(__name__)
+
+# The codes of refused loads, also for clients.
+NAME_IN_USE = "name_in_use"
+TOO_MANY_ADAPTERS = "too_many_adapters"
 
 
 class UnknownAdapter(ValueError):
@@ -39,8 +44,8 @@ class UnknownAdapter(ValueError):
 class AdapterRegistry:
     """The adapters of one engine core, whose thread calls this."""
 
-    def __init__(self, config: LoraConfig, executor: Executor) -> None:
-        self._config, self._executor = config, executor
+    def __init__(self, config: LoraConfig, model: ModelConfig, executor: Executor) -> None:
+        self._config, self._model, self._executor = config, model, executor
         self._by_name: dict[str, LoadedAdapter] = {}
         self._loading: set[str] = set()  # names
         self._unused: set[bytes] = set()  # unloaded; requests may still have them
@@ -129,18 +134,27 @@ class AdapterRegistry:
                 "this engine takes no adapters; start it with --lora-modules NAME=PATH, --lora-dir "
                 "or --enable-lora"
             )
+        if self._model.has_name(name):
+            raise CallRefused(
+                f"{format_name(name)} is the name of the model itself; give the adapter another",
+                NAME_IN_USE,
+            )
         if name in self._loading:
-            raise ValueError(f"the adapter {format_name(name)} is being loaded; wait for that")
+            raise CallRefused(
+                f"the adapter {format_name(name)} is being loaded; wait for that", NAME_IN_USE
+            )
         if name in self._by_name and not replaces:
-            raise ValueError(
+            raise CallRefused(
                 f"an adapter {format_name(name)} is loaded; unload it before, or replace it with "
-                "load_inplace"
+                "load_inplace",
+                NAME_IN_USE,
             )
         num_others = len(self._by_name.keys() | self._loading) - (name in self._by_name)
         if num_others >= self._config.max_loaded:
-            raise ValueError(
+            raise CallRefused(
                 f"{num_others} adapters are loaded and --max-cpu-loras is "
-                f"{self._config.max_loaded}; unload one, or raise that"
+                f"{self._config.max_loaded}; unload one, or raise that",
+                TOO_MANY_ADAPTERS,
             )
 
     def _finish_load(self, message: LoadAdapter, done: Future[ReadAdapter]) -> LoadedAdapter:
@@ -169,13 +183,14 @@ class AdapterRegistry:
             self._unused.add(fingerprint)
 
 
-def open_registry(config: LoraConfig, executor: Executor) -> AdapterRegistry:
+def open_registry(config: EngineConfig, executor: Executor) -> AdapterRegistry:
     """Make the registry, and load the adapters that the settings name. Raises ConfigError, with the
     adapter's name, for an unusable adapter."""
-    if config.folder is not None and not config.folder.is_dir():
-        raise ConfigError(f"--lora-dir {config.folder} is no directory; make it, or give another")
-    registry = AdapterRegistry(config, executor)
-    for module in config.modules:
+    lora = config.lora
+    if lora.folder is not None and not lora.folder.is_dir():
+        raise ConfigError(f"--lora-dir {lora.folder} is no directory; make it, or give another")
+    registry = AdapterRegistry(lora, config.model, executor)
+    for module in lora.modules:
         try:
             registry.load_now(module.name, module.path)
         except ValueError as error:

@@ -144,7 +144,7 @@ class EngineCore:
             self._build_engine(num_blocks)
             for each in files:  # the hashed files must be the loaded files
                 each.check_unchanged()
-            self.adapters = open_registry(config.lora, self.executor)
+            self.adapters = open_registry(config, self.executor)
             self._request_builder = RequestBuilder(
                 self.spec.vocab_size,
                 self.spec.hidden_size,

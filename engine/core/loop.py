@@ -20,6 +20,7 @@ import msgspec
 from ..request.core_messages import (
     AbortRequests,
     AddRequest,
+    CallRefused,
     ExtendPrompt,
     Fatal,
     FromCore,
@@ -220,4 +221,5 @@ def _reply(call_id: int, execute: Callable[[], Any]) -> Reply | Deferred:
     except Exception as error:
         if not isinstance(error, ValueError):
             logger.exception("a call failed")
-        return Reply(call_id, error=str(error) or type(error).__name__)
+        code = error.code if isinstance(error, CallRefused) else ""
+        return Reply(call_id, error=str(error) or type(error).__name__, code=code)

@@ -201,12 +201,21 @@ class Outputs(msgspec.Struct, tag="outputs", array_like=True):
     num_failed_steps: int = 0  # steps failed since the last good step
 
 
+class CallRefused(ValueError):
+    """A refusal whose `code` tells the caller the kind of reason; "" is any other."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class Reply(msgspec.Struct, tag="reply", array_like=True):
     """The answer to a Call; `error` is empty on success. `result` holds JSON."""
 
     call_id: int
     result: str = "null"
     error: str = ""
+    code: str = ""  # of a CallRefused
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):

@@ -87,6 +87,9 @@ def test_adapters_come_and_go(
         for name in ("", "x=y", 3):
             with pytest.raises(ConfigError, match="name takes a text"):
                 llm.adapters.load(name, folders["b"])  # type: ignore[arg-type]
+        for name in (tiny_model.name, f"{tiny_model}/"):
+            with pytest.raises(ValueError, match="is the name of the model itself; give the"):
+                llm.adapters.load(name, folders["b"])
         other = llm.adapters.load("x", folders["b"], replaces=True)
         assert other.fingerprint != loaded.fingerprint
         assert ask(llm, "x") not in (base, first)

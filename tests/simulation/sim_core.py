@@ -16,7 +16,7 @@ from stratakv.connector.costs.rates import PrefillRate
 from stratakv.connector.offload_scheduler import OffloadScheduler
 from stratakv.connector.offload_worker import OffloadWorker
 from stratakv.connector.parts import Parts
-from stratakv.engine.config.engine_config import SchedulerConfig
+from stratakv.engine.config.engine_config import ModelConfig, SchedulerConfig
 from stratakv.engine.config.lora_config import LoraConfig
 from stratakv.engine.core.adapter_registry import AdapterRegistry
 from stratakv.engine.core.client_calls.calls import CoreCalls
@@ -193,7 +193,9 @@ class SimCore(EngineCore):
             self._continuations,
             max_steps_in_flight=1,
         )
-        self.adapters = AdapterRegistry(LoraConfig(), self._executor)
+        self.adapters = AdapterRegistry(
+            LoraConfig(), ModelConfig(Path("none"), "simulated"), self._executor
+        )
         self._calls = CoreCalls(
             self.scheduler,
             side,

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from ....tiers.settings.format import format_value
 from ....tiers.settings.values import ConfigError
 from ...config.lora_config import adapter_name
+from ...request.core_messages import CallRefused
 from ..api_errors import ApiError
 from ..front import Front
 from .request.body import read_request
@@ -41,7 +42,10 @@ _unload_decoder = msgspec.json.Decoder(UnloadRequest)
 
 async def load_adapter(front: Front, http: Request) -> ASGIApp:
     request, _ = await read_request(http, front.settings, _load_decoder)
-    name = _checked_name(front, request.lora_name)
+    try:
+        name = adapter_name("lora_name", request.lora_name)
+    except ConfigError as error:
+        raise ApiError(str(error), param="lora_name", code="invalid_value") from None
     assert front.settings.lora_dir is not None
     try:
         folder = folder_within(front.settings.lora_dir, request.lora_path)
@@ -56,7 +60,9 @@ async def load_adapter(front: Front, http: Request) -> ASGIApp:
         raise ApiError(str(error), status=504, kind="timeout_error", code="timeout") from None
     except ValueError as error:
         message = f"the adapter `{name}` was not loaded: {error}"
-        raise ApiError(message, param="lora_path", code="invalid_adapter") from None
+        code = error.code if isinstance(error, CallRefused) else ""
+        param = "lora_name" if code else "lora_path"
+        raise ApiError(message, param=param, code=code or "invalid_adapter") from None
     return Response(msgspec.json.encode(loaded), media_type="application/json")
 
 
@@ -70,17 +76,6 @@ async def unload_adapter(front: Front, http: Request) -> ASGIApp:
             str(error), status=404, param="lora_name", code="adapter_not_found"
         ) from None
     return Response(msgspec.json.encode({"unloaded": name}), media_type="application/json")
-
-
-def _checked_name(front: Front, name: str) -> str:
-    try:
-        text = adapter_name("lora_name", name)
-    except ConfigError as error:
-        raise ApiError(str(error), param="lora_name", code="invalid_value") from None
-    if text == front.model_name or text in front.model_aliases:
-        message = f"`{text}` is the name of the model itself; give the adapter another"
-        raise ApiError(message, param="lora_name", code="invalid_value")
-    return text
 
 
 def folder_within(base: Path, given: str) -> Path:

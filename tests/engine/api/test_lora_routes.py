@@ -216,6 +216,8 @@ def test_every_route_answers_with_the_name_of_the_adapter(
         ("x", "pipe", "adapter_model.safetensors"),
         ("x", "rank", "has rank 64 and --max-lora-rank is 16"),
         (MODEL_NAME, "a", "is the name of the model itself"),
+        ("{model}", "a", "is the name of the model itself"),
+        ("{model}/../{folder}/.", "a", "is the name of the model itself"),
         ("first", "b", "an adapter first is loaded; unload it before, or replace it"),
         ("", "a", "lora_name takes a text that is not empty"),
         ("x\n", "a", "control characters"),
@@ -224,9 +226,10 @@ def test_every_route_answers_with_the_name_of_the_adapter(
     ],
 )
 def test_loads_that_cannot_be_are_refused(
-    http: httpx.Client, folder: Path, name: str, path: str, said: str
+    http: httpx.Client, folder: Path, model_path: Path, name: str, path: str, said: str
 ) -> None:
     path = path.replace("{outside}", str(folder.parent / "outside"))
+    name = name.replace("{model}", str(model_path)).replace("{folder}", model_path.name)
     refused(load(http, name, path), 400, said)
     assert names(http) == [MODEL_NAME, "first"]
 

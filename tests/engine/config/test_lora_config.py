@@ -89,6 +89,18 @@ def test_numbers_that_do_not_fit_are_refused(
     assert said in str(raised.value)
 
 
+def test_no_name_of_the_model_is_an_adapter(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_model.parent)
+    name = tiny_model.name
+    for model in (tiny_model, f"./{name}", name):
+        for given in (name, str(tiny_model), f"./{name}", f"{tiny_model}/", f"x/../{name}"):
+            with pytest.raises(ConfigError, match="the name of the model itself"):
+                engine_config(model, {"lora_modules": {given: "/x"}})
+        assert engine_config(model, {"lora_modules": {f"{name}2": "/x"}}).lora.num_slots
+
+
 @pytest.mark.parametrize(("config", "num_slots"), [
     (LoraConfig(), 0), (LoraConfig(enabled=True), 4), (LoraConfig(modules=(A,), max_slots=2), 2),
     (LoraConfig(folder=Path("/x")), 4),
