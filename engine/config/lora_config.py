@@ -66,7 +66,7 @@ def _modules_in(called: str, value: Any) -> list[LoraModule]:
         return _modules_in(called, values)
     found = []
     for part in text.split(","):
-        name, equals, path = part.partition("=")
+        name, equals, path = part.strip().partition("=")
         if not equals:
             raise ConfigError(
                 f"{called} takes name=path, with commas between several, not {format_value(part)}"
@@ -86,8 +86,13 @@ def _module(called: str, name: Any, path: Any) -> LoraModule:
 
 
 def adapter_name(called: str, value: Any) -> str:
-    """Read the name of an adapter: one line of text without the characters `=` and `,`."""
+    """Read the name of an adapter: printable text without `=`, `,` and spaces around it."""
     name = readers.text(called, value)
+    if not name.isprintable() or name != name.strip():
+        raise ConfigError(
+            f"{called} takes printable characters without spaces around them, not {name!a}; "
+            "leave the others out"
+        )
     if len(name) > MAX_NAME_CHARACTERS:
         raise ConfigError(f"{called} takes up to {MAX_NAME_CHARACTERS} characters, not {len(name)}")
     if "," in name or "=" in name:

@@ -47,6 +47,7 @@ class LlmAdapters:
 
     def unload(self, name: str) -> None:
         """Remove an adapter, which running requests keep. Raises ValueError for an unknown name."""
+        name = adapter_name("name", name)
         self._llm.wait_for(self._served.unload_adapter(self._llm.client, name))
 
     def check_name(self, name: object) -> None:

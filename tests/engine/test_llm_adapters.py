@@ -99,5 +99,8 @@ def test_adapters_come_and_go(
             llm.adapters.unload(name)
         with pytest.raises(ValueError, match="the adapter x is not loaded"):
             llm.adapters.unload("x")
+        for name in ([], {}, None):
+            with pytest.raises(ConfigError, match="name takes a text"):
+                llm.adapters.unload(name)  # type: ignore[arg-type]
         assert llm.adapters.names == []
         assert ask(llm, "") == base

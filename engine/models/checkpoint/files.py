@@ -36,10 +36,10 @@ def is_there(path: Path) -> bool:
     mode = _mode(path)
     if mode is None:
         if path.is_symlink():
-            raise ConfigError(f"{path} is a link to a file that is gone; download it again")
+            raise ConfigError(f"{path} is a link to a file that is gone; copy the file there")
         return False
     if not stat.S_ISREG(mode):
-        raise ConfigError(f"{path} is no ordinary file; download it again")
+        raise ConfigError(f"{path} is no ordinary file; copy the file itself there")
     return True
 
 

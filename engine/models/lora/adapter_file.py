@@ -91,7 +91,9 @@ def _load(folder: Path) -> dict[str, Tensor]:
             data = file.read()
         return load(data)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}); change its mode") from error
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror}); make it readable, or copy the adapter again"
+        ) from error
     except (SafetensorError, ValueError, KeyError) as error:
         raise ConfigError(
             f"{path} is not a whole safetensors file ({error}); copy the adapter again"
@@ -186,9 +188,9 @@ class _Reader:
         raise self._fault(module, "is none of this model; give an adapter that was trained on it")
 
     def _plain(self, module: str, ins: Tensor, outs: Tensor, shape: tuple[int, ...]) -> Module:
-        rank, (num_outs, num_ins) = len(ins), shape
+        num_outs, num_ins = shape
         strength = self._config.strength_of(module)
-        self._check_rank(module, rank, strength.rank)
+        rank = len(ins) if ins.shape[1] == num_ins else strength.rank
         for half, tensor, wanted in (
             ("A", ins, (rank, num_ins)), ("B", outs, (num_outs, rank)),
         ):  # fmt: skip
@@ -198,6 +200,7 @@ class _Reader:
                     f"has lora_{half} {list(tensor.shape)} and this model needs {list(wanted)}; "
                     "give an adapter of this model",
                 )
+        self._check_rank(module, rank, strength.rank)
         return Module(ins, outs, strength.scale)
 
     def _experts_name(self, module: str) -> str | None:
@@ -217,8 +220,6 @@ class _Reader:
         part = name.rpartition(".")[2]
         parameter = f"{module.removesuffix(INNER)}.{part}"
         rank = len(ins) // count
-        told, scale = self._config.strength_of(parameter)
-        self._check_rank(module, rank, told)
         of_experts = count * rank
         is_turned = (ins.shape, outs.shape) == ((of_experts, num_outs), (num_ins, of_experts))
         is_usual = (ins.shape, outs.shape) == ((of_experts, num_ins), (num_outs, of_experts))
@@ -229,6 +230,8 @@ class _Reader:
                 f"experts this model needs {[of_experts, num_ins]} and {[num_outs, of_experts]}; "
                 "give an adapter of this model",
             )
+        told, scale = self._config.strength_of(parameter)
+        self._check_rank(module, rank, told)
         by_expert = ins.view(count, rank, -1)
         outs_by_expert = outs.view(len(outs), rank, count).permute(2, 0, 1)
         if is_usual:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ....tiers.settings.format import format_value
 from ....tiers.settings.values import ConfigError
+from ..checkpoint.files import is_there
 from ..checkpoint.json_fields import JsonFields, read_json
 from .module_patterns import MOST_TRIES, MOST_WAYS, PatternValues
 from .peft_targets import PeftTargets
@@ -95,7 +96,10 @@ class PeftConfig:
 
 def read_peft_config(folder: Path) -> PeftConfig:
     """Read the adapter_config.json of a folder. Raises ConfigError with an unusable field."""
-    return parse_peft_config(read_json(folder / CONFIG_FILE))
+    path = folder / CONFIG_FILE
+    if not is_there(path):
+        raise ConfigError(f"{path} is missing; give the folder in which PEFT saved the adapter")
+    return parse_peft_config(read_json(path))
 
 
 def parse_peft_config(fields: JsonFields) -> PeftConfig:

@@ -222,6 +222,9 @@ def test_every_route_answers_with_the_name_of_the_adapter(
         ("", "a", "lora_name takes a text that is not empty"),
         ("x\n", "a", "control characters"),
         ("x,y", "a", "without `,` and `=`"),
+        (" x", "a", "printable characters without spaces around them, not ' x'"),
+        ("x ", "a", "printable characters without spaces around them"),
+        ("x\u202ey", "a", "printable characters without spaces around them, not 'x\\u202ey'"),
         ("x" * 257, "a", "up to 256 characters"),
     ],
 )
@@ -241,7 +244,16 @@ def test_folders_may_be_named_in_other_ways(http: httpx.Client, folder: Path) ->
     refused(load(http, "y", "a", more=1), 400, "more")
     assert load(http, "y", "a").status_code == 200
     assert load(http, "z", "a").status_code == 200
-    refused(load(http, "one too many", "a"), 400, "--max-cpu-loras is 4")
+    answers = [load(http, "one too many", "a"), load(http, "z", "a"), load(http, "q", "empty")]
+    refused(answers[0], 400, "--max-cpu-loras is 4")
+    faults = [answer.json()["error"] for answer in answers]
+    assert [(each["param"], each["code"]) for each in faults] == [
+        ("lora_name", "too_many_adapters"), ("lora_name", "name_in_use"),
+        ("lora_name", "too_many_adapters"),
+    ]  # fmt: skip
+    assert unload(http, "z").status_code == 200
+    fault = load(http, "q", "empty").json()["error"]
+    assert (fault["param"], fault["code"]) == ("lora_path", "invalid_adapter")
 
 
 def test_the_key_is_asked_for(live: LiveServer) -> None:

@@ -21,7 +21,7 @@ CALLED = "--lora-modules"
 
 @pytest.mark.parametrize(("given", "modules"), [
     ("a=/x", (A,)),
-    (" a=/x,b/c=y z", (A, B)),
+    (" a=/x, b/c=y z ", (A, B)),
     ('{"name": "a", "path": "/x", "base_model_name": "base"}', (A,)),
     ('[{"name": "a", "path": "/x"}, "b/c=y z"]', (A, B)),
     (["a=/x", {"name": "b/c", "path": "y z"}], (A, B)),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -87,6 +88,9 @@ A, B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
          "has lora_A twice"),
         (lambda t: t.update({n.removeprefix(PREFIX): t[n].clone() for n in (A, B)}), "twice"),
         (replace(A, torch.ones(4, 17)), "needs [4, "),
+        (lambda t: t.update({A: t[A].T.contiguous()}),
+         "has lora_A [32, 4] and this model needs [4, 32]"),
+        (replace(A, torch.ones(17, 4)), "has lora_A [17, 4] and this model needs [4, 32]"),
         (replace(B, torch.ones(9, 4)), "lora_B [9, 4] and this model needs"),
         (replace(B, torch.ones(16, 3)), "lora_B [16, 3]"),
         (replace(A, torch.ones(4, 4, 1)), "[4, 4, 1]; two dimensions"),
@@ -396,7 +400,9 @@ def test_files_that_are_cut_missing_or_others_are_refused(
     config.write_bytes(b"\xff\xfe{")
     refuses("not valid JSON")
     config.unlink()
-    refuses("adapter_config.json is missing")
+    refuses("adapter_config.json is missing; give the folder in which PEFT saved the adapter")
+    os.mkfifo(config)
+    refuses("is no ordinary file; copy the file itself there")
 
 
 _JSON = st.recursive(
