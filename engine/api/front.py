@@ -77,8 +77,8 @@ class Front:
         task.add_done_callback(self._background.discard)
 
     @property
-    def reads_pictures(self) -> bool:
-        return self.pictures is not None
+    def picture_placeholder(self) -> str | None:
+        return None if self.pictures is None else self.pictures.processor.placeholder
 
     @property
     def max_model_len(self) -> int:

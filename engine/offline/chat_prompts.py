@@ -33,9 +33,10 @@ class ChatPrompts:
         """Load the chat template, or use `template` instead. Raises ValueError without a valid
         template, and ConfigError for unsupported settings of pictures."""
         self._tokenizer = tokenizer
-        self._pictures = ChatPictures.load(path)
+        self._pictures = pictures = ChatPictures.load(path)
+        placeholder = None if pictures is None else pictures.processor.placeholder
         self._renderer = ConversationRenderer(
-            path, tokenizer, template, reads_pictures=self._pictures is not None
+            path, tokenizer, template, picture_placeholder=placeholder
         )
 
     async def make_prompt(
