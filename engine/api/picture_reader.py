@@ -9,13 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from ..models.spec.spec_parser import load_model_spec
 from ..pictures.picture_decoding import decode_picture
 from ..pictures.picture_errors import PicturePoolFull
 from ..pictures.picture_pool import PicturePool
 from ..pictures.picture_sources import PictureSources
 from ..pictures.processors.known_processors import load_processor
-from ..pictures.processors.picture_processor import PictureProcessor, ProcessedPicture
+from ..pictures.processors.picture_processor import (
+    PictureProcessor,
+    ProcessedPicture,
+    expand_placeholders,
+    place_items,
+)
+from ..request.pictures import Picture
 from .api_errors import ENGINE, ApiError
 from .api_settings import ApiSettings
 from .openai.message_parts import picture_urls
@@ -71,6 +79,25 @@ class PictureReader:
                 )
                 raise ApiError(message, param=place, code="context_length_exceeded")
         return pictures
+
+    def expand_text(self, text: str, pictures: Sequence[ProcessedPicture]) -> str:
+        """Return the prompt with the texts of pictures. Raises ApiError if the prompt does not have
+        one placeholder for each picture."""
+        try:
+            return expand_placeholders(text, pictures, self.processor.placeholder)
+        except ValueError as error:
+            raise ApiError(str(error), param="messages", code="invalid_value") from None
+
+    def place_items(
+        self, prompt: bytes, pictures: Sequence[ProcessedPicture]
+    ) -> tuple[bytes, list[Picture]]:
+        """Return the tokens of a prompt with `pictures`, and the items with their places. Raises
+        ApiError if the prompt does not have one placeholder for each item."""
+        try:
+            tokens, placed = place_items(np.frombuffer(prompt, "<i4"), pictures, self.token_id)
+        except ValueError as error:
+            raise ApiError(str(error), param="messages", code="invalid_value") from None
+        return tokens.tobytes(), placed
 
     async def _read_picture(self, place: str, url: str) -> ProcessedPicture:
         try:

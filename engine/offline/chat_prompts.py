@@ -58,6 +58,5 @@ class ChatPrompts:
         ids = self._tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
         if reader is None:
             return ChatPrompt(text, ids, [])
-        return ChatPrompt(
-            text, ids, place_items(np.asarray(ids, np.int32), pictures, reader.token_id)
-        )
+        tokens, placed = place_items(np.asarray(ids, np.int32), pictures, reader.token_id)
+        return ChatPrompt(text, tokens.tolist(), placed)

@@ -38,7 +38,7 @@ class GridProcessor:
         pixels = np.asarray(sized, np.uint8)
         num_tokens = (sized.width // self.side) * (sized.height // self.side)
         item = PictureItem(pixels, digest_of(pixels, self.settings), num_tokens)
-        return ProcessedPicture([item], PLACEHOLDER * num_tokens)
+        return ProcessedPicture([item], PLACEHOLDER)
 
     def _size_of(self, width: int, height: int) -> tuple[int, int]:
         """Return a size (width, height) in pixels of whole tokens, within the limits. Raises

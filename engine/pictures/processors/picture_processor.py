@@ -2,7 +2,7 @@
 """`PictureProcessor`: the interface of a class that makes a model's input from a picture.
 
     picture ─► items: arrays of pixels, each encoded to the embeddings of a run of tokens
-            ─► text: replaces the picture's placeholder in the prompt, and contains those tokens
+            ─► text: replaces the picture's placeholder in the prompt; has a placeholder per item
 
 An item's digest covers only the pixels and the settings that determine the embeddings, and not the
 file's name, address or metadata."""
@@ -34,7 +34,9 @@ class ProcessedPicture(NamedTuple):
     """A picture in the form of a model's input."""
 
     items: list[PictureItem]  # the items in the order of their tokens
-    text: str  # replaces the placeholder in the prompt
+    # Replaces the placeholder in the prompt. A placeholder in it stands for all tokens of an item,
+    # so that texts are short to tokenize.
+    text: str
 
 
 class PictureProcessor(Protocol):
@@ -76,25 +78,23 @@ def expand_placeholders(text: str, pictures: Sequence[ProcessedPicture], placeho
 
 def place_items(
     token_ids: npt.NDArray[np.int32], pictures: Sequence[ProcessedPicture], token_id: int
-) -> list[Picture]:
-    """Return the items of a prompt's pictures with the positions of their tokens. `token_id`: the
-    placeholder's token. Raises ValueError if the prompt has other runs of it than items need."""
+) -> tuple[npt.NDArray[np.int32], list[Picture]]:
+    """Return a prompt in which each placeholder is repeated for all tokens of its item, and the
+    items with the positions of their tokens. `token_id`: the placeholder's token. Raises ValueError
+    if the prompt does not have one placeholder for each item."""
     items = [item for picture in pictures for item in picture.items]
     places = np.flatnonzero(token_ids == token_id)
-    wanted = sum(item.num_tokens for item in items)
-    if len(places) != wanted:
+    if len(places) != len(items):
         raise ValueError(
             f"the prompt has {len(places)} tokens that stand for pictures, and its pictures need "
-            f"{wanted}; leave the placeholder out of texts"
+            f"{len(items)}; leave the placeholder out of texts"
         )
-    placed, first = [], 0
-    for item in items:
-        run = places[first : first + item.num_tokens]
-        if run[-1] - run[0] != item.num_tokens - 1:
-            raise ValueError("the tokens of a picture are not side by side in the prompt")
+    counts = np.ones(len(token_ids), np.int64)
+    counts[places] = [item.num_tokens for item in items]
+    starts = (np.cumsum(counts) - counts)[places]
+    placed = []
+    for item, start in zip(items, starts.tolist(), strict=True):
         height, width, _ = item.pixels.shape
-        placed.append(
-            Picture(item.digest, int(run[0]), item.num_tokens, height, width, item.pixels.tobytes())
-        )
-        first += item.num_tokens
-    return placed
+        pixels = item.pixels.tobytes()
+        placed.append(Picture(item.digest, start, item.num_tokens, height, width, pixels))
+    return np.repeat(token_ids, counts), placed

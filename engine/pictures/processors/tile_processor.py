@@ -80,20 +80,17 @@ class TileProcessor:
         return PictureItem(pixels, digest_of(pixels, self.settings), self.tokens_of_tile)
 
     def _one_text(self) -> str:
-        return f"{_AROUND}{_WHOLE}{self._run}{_AROUND}"
+        return f"{_AROUND}{_WHOLE}{PLACEHOLDER}{_AROUND}"
 
     def _split_text(self, rows: int, columns: int) -> str:
         lines = [
             "".join(
-                f"{_AROUND}<row_{row}_col_{column}>{self._run}" for column in range(1, columns + 1)
+                f"{_AROUND}<row_{row}_col_{column}>{PLACEHOLDER}"
+                for column in range(1, columns + 1)
             )
             for row in range(1, rows + 1)
         ]
         return "".join(f"{line}\n" for line in lines) + "\n" + self._one_text()
-
-    @property
-    def _run(self) -> str:
-        return PLACEHOLDER * self.tokens_of_tile
 
 
 def load_tile_processor(path: Path, spec: VisionSpec) -> TileProcessor:
