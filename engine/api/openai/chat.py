@@ -146,30 +146,11 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
     request = await read_chat(front, http)
     tools = tools_of(front, request)
     text = await render(front, request.messages, request, tools.shown)
-    pictures: list[ProcessedPicture] = []
-    if front.pictures is not None:
-        _refuse_truncation(request)
-        pictures = await front.pictures.read_pictures(request.messages, front.max_prompt_tokens)
-        text = front.pictures.expand_text(text, pictures)
-    (prompt,) = await front.resolve_prompts(
-        text,
-        # The chat template writes special tokens, so by default the tokenizer adds no more.
-        add_special_tokens=bool(request.add_special_tokens),
-        truncate_to=request.truncate_prompt_tokens,
-        max_tokens=request.most_tokens,
-        param="messages",
-    )
-    placed: list[Picture] = []
-    if front.pictures is not None:
-        prompt, placed = front.pictures.place_items(prompt, pictures)
-        front.check_prompt_size(len(prompt) // BYTES_PER_TOKEN, "messages")
-    num_tokens = len(prompt) // BYTES_PER_TOKEN
-    params = chat_params(front, request, num_tokens, tools.structured_outputs)
     own_id = uuid.uuid4().hex
     generations = make_generations(
         front,
         request,
-        [Task(prompt, params, pictures=placed)],
+        [await _make_task(front, request, text, tools)],
         f"chatcmpl-{own_id}",
         arrival_seconds,
         tenant=tenant_of(front, http),
@@ -182,6 +163,33 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
         generation.thoughts = thoughts_of(tools.marks, request, text)
     answer_id = f"chatcmpl-{request.request_id or own_id}"
     return await ChatAnswer(front, answer_id, request, generations, tools).respond(http)
+
+
+async def _make_task(front: Front, request: ChatRequest, text: str, tools: ToolUse) -> Task:
+    """Return the task of a conversation with the prompt `text`, which has no pictures yet. The
+    caller keeps no reference to the task, so that pictures are freed when the engine has them."""
+    found: list[ProcessedPicture] = []
+    placed: list[Picture] = []
+    reservation = None
+    if front.pictures is not None:
+        _refuse_truncation(request)
+        most = front.max_prompt_tokens
+        found, reservation = await front.pictures.read_pictures(request.messages, most)
+        text = front.pictures.expand_text(text, found)
+    (prompt,) = await front.resolve_prompts(
+        text,
+        # The chat template writes special tokens, so by default the tokenizer adds no more.
+        add_special_tokens=bool(request.add_special_tokens),
+        truncate_to=request.truncate_prompt_tokens,
+        max_tokens=request.most_tokens,
+        param="messages",
+    )
+    if front.pictures is not None:
+        prompt, placed = front.pictures.place_items(prompt, found)
+        front.check_prompt_size(len(prompt) // BYTES_PER_TOKEN, "messages")
+    num_tokens = len(prompt) // BYTES_PER_TOKEN
+    params = chat_params(front, request, num_tokens, tools.structured_outputs)
+    return Task(prompt, params, pictures=placed, reservation=reservation)
 
 
 def _refuse_truncation(request: ChatRequest) -> None:

@@ -19,15 +19,22 @@ from PIL import Image
 
 from ...request.pictures import Picture
 
-Pixels = npt.NDArray[np.uint8]
-
 
 class PictureItem(NamedTuple):
     """A part of a picture that the model's encoder encodes without the other parts."""
 
-    pixels: Pixels  # RGB, of the shape [height, width, 3]
+    pixels: bytes  # RGB, row by row
+    height: int
+    width: int
     digest: bytes
     num_tokens: int
+
+
+class ProcessedSize(NamedTuple):
+    """The size of a picture in the form of a model's input."""
+
+    num_tokens: int
+    num_bytes: int  # of the pixels of all items
 
 
 class ProcessedPicture(NamedTuple):
@@ -47,17 +54,22 @@ class PictureProcessor(Protocol):
         """The text that the chat template writes for each picture. The text is one token, which
         also fills the runs of a picture's tokens."""
 
+    def measure_picture(self, width: int, height: int, /) -> ProcessedSize:
+        """Return the size of a picture's input, from the picture's size in pixels. Raises
+        ValueError for extreme proportions."""
+
     def process_picture(self, image: Image.Image, /) -> ProcessedPicture:
         """Return a model's input for an RGB picture. Raises ValueError for extreme proportions."""
 
 
-def digest_of(pixels: Pixels, settings: bytes) -> bytes:
-    """Return the digest of an item. `settings`: the settings of the encoder and the processor."""
+def make_item(image: Image.Image, settings: bytes, num_tokens: int) -> PictureItem:
+    """Return the item of an image. `settings`: the settings of the encoder and the processor."""
+    pixels = image.tobytes()
     digest = hashlib.sha256(b"stratakv.picture.1")
     digest.update(len(settings).to_bytes(8, "little") + settings)
-    digest.update(repr(pixels.shape).encode())
-    digest.update(np.ascontiguousarray(pixels).data)
-    return digest.digest()
+    digest.update(repr((image.height, image.width, 3)).encode())
+    digest.update(pixels)
+    return PictureItem(pixels, image.height, image.width, digest.digest(), num_tokens)
 
 
 def expand_placeholders(text: str, pictures: Sequence[ProcessedPicture], placeholder: str) -> str:
@@ -92,9 +104,8 @@ def place_items(
     counts = np.ones(len(token_ids), np.int64)
     counts[places] = [item.num_tokens for item in items]
     starts = (np.cumsum(counts) - counts)[places]
-    placed = []
-    for item, start in zip(items, starts.tolist(), strict=True):
-        height, width, _ = item.pixels.shape
-        pixels = item.pixels.tobytes()
-        placed.append(Picture(item.digest, start, item.num_tokens, height, width, pixels))
+    placed = [
+        Picture(item.digest, start, item.num_tokens, item.height, item.width, item.pixels)
+        for item, start in zip(items, starts.tolist(), strict=True)
+    ]
     return np.repeat(token_ids, counts), placed

@@ -92,6 +92,7 @@ def test_valid_pictures_have_the_pixels_that_transformers_loads(name: str) -> No
     found = decode_picture(VALID[name])
     assert is_equal(found, loaded_by_transformers(VALID[name]))
     assert found.info == {}, "metadata went past the reader"
+    assert read_picture_file(VALID[name]).upright_size == found.size
     number = name.partition("turned ")[2]
     if number in ("by XMP", "5", "6", "7", "8"):
         assert found.size == (17, 23)

@@ -71,7 +71,10 @@ def test_pixels_and_texts_are_those_of_transformers(
         image = draw_picture(height, width, height * width)
         wanted = theirs([[image]], return_tensors="np", return_row_col_info=True)
         made = ours.process_picture(image)
-        pixels = np.stack([item.pixels for item in made.items]).astype(np.float32)
+        joined = b"".join(item.pixels for item in made.items)
+        pixels = np.frombuffer(joined, np.uint8).reshape(-1, tile, tile, 3).astype(np.float32)
+        num_tokens = len(made.items) * ours.tokens_of_tile
+        assert ours.measure_picture(width, height) == (num_tokens, len(joined))
         scaled = ((pixels * np.float32(1 / 255) - mean) / std).transpose(0, 3, 1, 2)
         assert scaled.shape == wanted["pixel_values"][0].shape, (width, height)
         assert np.abs(scaled - wanted["pixel_values"][0]).max() < 1e-6, (width, height)
@@ -139,8 +142,7 @@ def test_another_number_of_tokens_in_the_processors_file_is_refused(path: Path) 
 
 
 def processed(name: str, *num_tokens: int) -> ProcessedPicture:
-    pixels = np.zeros((1, 1, 3), np.uint8)
-    items = [PictureItem(pixels, name.encode().ljust(32), count) for count in num_tokens]
+    items = [PictureItem(bytes(3), 1, 1, name.encode().ljust(32), n) for n in num_tokens]
     return ProcessedPicture(items, name + "#|" * len(items))
 
 
@@ -167,4 +169,6 @@ def test_any_proportions_are_processed(path: Path) -> None:
     processor = load(path, size={"longest_edge": 4096})
     for size in ((1, 4000), (4000, 1)):
         made = processor.process_picture(Image.new("RGB", size))
-        assert all(item.pixels.shape == (32, 32, 3) for item in made.items)
+        assert all((item.height, item.width) == (32, 32) for item in made.items)
+        num_tokens = len(made.items) * processor.tokens_of_tile
+        assert processor.measure_picture(*size) == (num_tokens, len(made.items) * 32 * 32 * 3)
