@@ -191,6 +191,23 @@ def test_texts_with_pictures_beyond_the_context_are_refused(
     assert f"has {most + 1} tokens and at most {most} fit" in long.json()["error"]["message"]
 
 
+def test_tokenize_counts_the_tokens_of_pictures(model: PictureModel, http: httpx.Client) -> None:
+    parts: list[Part] = ["is ", WIDE, " like ", TALL, "?"]
+    chat = {"messages": [{"role": "user", "content": content_of(parts)}]}
+    answer = http.post("/tokenize", json=chat)
+    assert answer.status_code == 200, answer.text
+    ids, _ = model.prompt_of(parts)
+    assert answer.json()["tokens"] == ids and answer.json()["count"] == len(ids)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_tokenize_refuses_what_a_chat_refuses(http: httpx.Client, name: str) -> None:
+    part, _ = BAD[name]
+    chat = {"messages": [{"role": "user", "content": [TEXT, part]}]}
+    answer, asked = http.post("/tokenize", json=chat), ask(http, [TEXT, part])
+    assert (answer.status_code, answer.json()) == (400, asked.json())
+
+
 def test_too_many_pictures_are_refused(http: httpx.Client) -> None:
     most = ApiSettings().max_pictures_per_request
     answer = ask(http, content_of([draw_picture(8, 8, 1)] * (most + 1)))
