@@ -35,9 +35,7 @@ class PictureLimits:
     def check_size(self, width: int, height: int) -> None:
         """Raise PictureError for a picture of a size that may not be decoded."""
         if width < 1 or height < 1:
-            raise PictureError(
-                f"its file says {width} x {height} pixels; send a picture with pixels"
-            )
+            raise PictureError(f"it has {width} x {height} pixels; send a picture with pixels")
         if width > self.max_side or height > self.max_side or width * height > self.max_pixels:
             raise PictureError(
                 f"it has {width} x {height} pixels, and at most {self.max_pixels} pixels with "
