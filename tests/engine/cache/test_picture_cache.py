@@ -73,6 +73,27 @@ def test_requests_share_the_embeddings_of_a_picture(cache: PictureCache) -> None
     assert (cache.num_encoded, cache.num_reused) == (1, 1)
 
 
+def test_pictures_are_counted_when_a_request_computes_them(cache: PictureCache) -> None:
+    """A request may try in many steps, and wait for blocks."""
+    first, second = request("r", picture("a", 0, 6)), request("s", picture("a", 3, 6))
+    for step in (1, 2, 3):
+        cache.begin_step(step, [])
+        assert cache.fit_chunk(first, 0, 8) == 8
+        assert cache.fit_chunk(second, 0, 9) == 9
+        cache.take_plan({"other"})
+    assert (cache.num_encoded, cache.num_reused) == (1, 0)
+    cache.begin_step(4, [])
+    assert cache.fit_chunk(first, 0, 8) == 8
+    assert cache.fit_chunk(second, 0, 4) == 4
+    cache.take_plan({"r", "s"})
+    assert (cache.num_encoded, cache.num_reused) == (1, 1)
+    first.num_computed_tokens, second.num_computed_tokens = 8, 4
+    cache.begin_step(5, [first, second])
+    assert cache.fit_chunk(second, 4, 5) == 5
+    cache.take_plan({"s"})
+    assert (cache.num_encoded, cache.num_reused) == (1, 1)
+
+
 def test_a_picture_that_comes_again_leaves_its_room_to_others_between(cache: PictureCache) -> None:
     one = request("r", picture("a", 0, 6), picture("b", 6, 6), picture("a", 12, 6))
     for step, (computed, plan) in enumerate(
