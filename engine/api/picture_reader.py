@@ -6,10 +6,12 @@ pixels, the input of the model"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +34,18 @@ from .api_errors import ENGINE, ApiError
 from .api_settings import ApiSettings
 from .openai.message_parts import picture_urls
 from .openai.request.protocol import ChatMessage
+
+# Pictures of one request that are read at the same time, as many as the pool has threads.
+MAX_AT_ONCE = 2
+
+
+class _Limits(NamedTuple):
+    """The limits of a picture, which depend on the other pictures of its request."""
+
+    before: asyncio.Future[int]  # the tokens of the pictures before it, once these are known
+    behind: asyncio.Future[int]  # the same with its own tokens
+    max_tokens: int
+    reservation: PictureReservation
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +99,38 @@ class PictureReader:
     async def _read_found(
         self, found: Sequence[tuple[str, str]], max_tokens: int, reservation: PictureReservation
     ) -> list[ProcessedPicture]:
-        pictures, num_tokens = [], 0
+        """Read MAX_AT_ONCE pictures at the same time, and return all in order. Raises the error of
+        the first picture in order that has one."""
+        turns, loop = asyncio.Semaphore(MAX_AT_ONCE), asyncio.get_running_loop()
+        before: asyncio.Future[int] = loop.create_future()  # the tokens of all earlier pictures
+        before.set_result(0)
+        tasks = []
         for place, url in found:
-            with _naming(place):
+            behind: asyncio.Future[int] = loop.create_future()
+            limits = _Limits(before, behind, max_tokens, reservation)
+            tasks.append(loop.create_task(self._read_picture(place, url, turns, limits)))
+            before = behind
+        pictures: list[ProcessedPicture] = []
+        try:
+            while len(pictures) < len(tasks):
+                pictures.append(await tasks[len(pictures)])
+        finally:
+            await _end_tasks(tasks)
+        return pictures
+
+    async def _read_picture(
+        self, place: str, url: str, turns: asyncio.Semaphore, limits: _Limits
+    ) -> ProcessedPicture:
+        # Turns are given in order, so the pictures that `before` waits for have theirs.
+        with _naming(place):
+            async with turns:
                 file = await self._read_file(url)
                 size = self.processor.measure_picture(*file.upright_size)
-                num_tokens += size.num_tokens
-                _check_tokens(num_tokens, max_tokens, place)
-                reservation.reserve_pixels(size.num_bytes)
-                pictures.append(await self._process_file(file))
-        return pictures
+                num_tokens = await limits.before + size.num_tokens
+                _check_tokens(num_tokens, limits.max_tokens, place)
+                limits.behind.set_result(num_tokens)
+                limits.reservation.reserve_pixels(size.num_bytes)
+                return await self._process_file(file)
 
     def expand_text(self, text: str, pictures: Sequence[ProcessedPicture]) -> str:
         """Return the prompt with the texts of pictures. Raises ApiError if the prompt does not have
@@ -124,6 +160,15 @@ class PictureReader:
         return await self.pool.run_task(
             lambda deadline: self.processor.process_picture(decode_file(file, deadline=deadline))
         )
+
+
+async def _end_tasks(tasks: list[asyncio.Task[ProcessedPicture]]) -> None:
+    """Cancel and remove all tasks. A caller's frame with tasks would keep a failed task's error,
+    which keeps the frame, and so pictures, until a collection of garbage."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    tasks.clear()
 
 
 def _check_tokens(num_tokens: int, max_tokens: int, place: str) -> None:

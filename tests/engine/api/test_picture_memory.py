@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from stratakv.engine.api.api_settings import ApiSettings
 from stratakv.engine.api.openai.request.protocol import ChatMessage
 from stratakv.engine.api.picture_reader import PictureReader
 from stratakv.engine.pictures.picture_budget import PictureBudget
-from stratakv.engine.pictures.picture_errors import PictureBudgetFull
+from stratakv.engine.pictures.picture_errors import PictureBudgetFull, PictureError
+from stratakv.engine.pictures.processors.picture_processor import ProcessedPicture
 
 from ..picture_model import draw_picture, make_picture_model, url_of
 from .conftest import MODEL_NAME, LiveServer
@@ -130,6 +133,70 @@ def test_pictures_beyond_the_context_are_not_decoded(reader: PictureReader) -> N
     with pytest.raises(ApiError) as told:
         asyncio.run(reader.read_pictures(messages, 20))
     assert told.value.code == "context_length_exceeded"
+
+
+class SlowProcessor:
+    """Processes a picture only when another one is processed too."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor, self._pair = processor, threading.Barrier(2)
+        self.measure_picture = processor.measure_picture
+
+    def process_picture(self, image: Image.Image) -> ProcessedPicture:
+        self._pair.wait(WAIT_SECONDS)
+        made: ProcessedPicture = self._processor.process_picture(image)
+        return made
+
+
+class ScriptedSources:
+    """The file of each URL: of the same number, when the picture with the number `after` fails."""
+
+    def __init__(self, files: dict[str, bytes], after: dict[str, str]) -> None:
+        self._files, self._after = files, after
+        self._failed = {name: asyncio.Event() for name in files}
+        self.running = self.most = 0
+
+    async def read_picture(self, url: str) -> bytes:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        if url in self._after:
+            await self._failed[self._after[url]].wait()
+        await asyncio.sleep(0)
+        self.running -= 1
+        if not self._files[url]:
+            self._failed[url].set()
+            raise PictureError("no file")
+        return self._files[url]
+
+
+def png_of(picture: Image.Image) -> bytes:
+    return base64.b64decode(url_of(picture).partition(",")[2])
+
+
+def test_two_pictures_of_a_request_are_read_at_the_same_time(reader: PictureReader) -> None:
+    drawn = [draw_picture(SIDE, SIDE, number) for number in range(4)]
+    slow = replace(reader, processor=SlowProcessor(reader.processor))
+    pictures, reservation = read(slow, *map(url_of, drawn))
+    reservation.free_bytes()
+    wanted = [reader.processor.process_picture(each).items[0].digest for each in drawn]
+    assert [each.items[0].digest for each in pictures] == wanted
+    files = {str(number): png_of(each) for number, each in enumerate(drawn)}
+    sources: Any = ScriptedSources(files, {})
+    read(replace(reader, sources=sources), *files)
+    assert sources.most == 2
+
+
+def test_the_first_error_in_order_is_told(reader: PictureReader) -> None:
+    """The second picture fails first; then the first one does, in its file or in its pixels."""
+    bad = base64.b64decode(damaged(PICTURE).partition(",")[2])
+    for first, words in ((b"", "no file"), (bad, "damaged"), (png_of(PICTURE), "no file")):
+        sources: Any = ScriptedSources({"0": first, "1": b"", "2": b""}, {"0": "1"})
+        with pytest.raises(ApiError) as told:
+            read(replace(reader, sources=sources), "0", "1", "2")
+        number = 1 if first == png_of(PICTURE) else 0
+        assert told.value.param == f"messages[0].content[{number}]"
+        assert words in told.value.message
+    assert reader.budget.reserved_bytes == 0
 
 
 @pytest.mark.parametrize("n", [1, 2])
