@@ -4,7 +4,8 @@
 A chunk of a prompt needs the embeddings of all pictures that it touches. A step encodes the missing
 ones, within a budget. The worker keeps the embeddings of a picture while a running request is in
 its middle, and after that until another picture needs the room. If a picture finds no budget or no
-room, the chunk ends before it.
+room, the chunk ends before it. If it finds no room, later requests begin no picture in this step,
+as their pictures could take the room again and again.
 
 A step's plan names the pictures to encode and those to drop. The worker carries it out even if the
 step computes no token. Scheduler and worker count in tokens."""
@@ -43,6 +44,7 @@ class PictureCache:
         self._held_by: dict[str, set[bytes]] = {}
         self._num_tokens = 0  # picture tokens of all entries
         self._step_id = self._budget = 0
+        self._is_full = False  # in this step a picture has found no room
         self._to_encode: list[Picture] = []
         self._to_drop: list[bytes] = []
         self._reusers: list[str] = []  # for each picture of others, the request that would use it
@@ -52,6 +54,7 @@ class PictureCache:
         """Begin a step. Release all pictures but those in whose middle a running request is: the
         next chunk of a prompt reserves its pictures again, also a picture that a prompt repeats."""
         self._step_id, self._budget, self._reusers = step_id, self._most_tokens, []
+        self._is_full = False
         if not self._held_by:
             return
         inside = {
@@ -103,6 +106,8 @@ class PictureCache:
 
     def _hold(self, request_id: str, picture: Picture) -> bool:
         entry = self._entries.get(picture.digest)
+        if self._is_full and (entry is None or request_id not in entry.holders):
+            return False
         if entry is None:
             if not self._make_room(picture.num_tokens):
                 return False
@@ -128,7 +133,8 @@ class PictureCache:
             digest = unused.pop(0)
             self._num_tokens -= self._entries.pop(digest).num_tokens
             self._to_drop.append(digest)
-        return self._num_tokens + num_tokens <= self._most_tokens or not self._num_tokens
+        self._is_full = self._num_tokens > 0 and self._num_tokens + num_tokens > self._most_tokens
+        return not self._is_full
 
     def _release(self, request_id: str, digests: set[bytes]) -> None:
         held = self._held_by[request_id]

@@ -133,6 +133,23 @@ def test_a_picture_larger_than_the_room_is_encoded_alone(cache: PictureCache) ->
     assert names_of(cache.take_plan()) == (["b"], ["a"])
 
 
+def test_later_requests_do_not_take_the_room_that_a_picture_waits_for(cache: PictureCache) -> None:
+    """A later request begins in each step, so one is always in the middle of a picture."""
+    large, running = request("large", picture("a", 0, 8)), list[Request]()
+    for step in range(1, 20):
+        running.append(request(f"r{step}", picture(f"b{step % 3}", 0, 4), picture("c", 5, 4)))
+        if step == 3:
+            running.insert(0, large)
+        cache.begin_step(step, running)
+        for each in running:
+            computed = each.num_computed_tokens
+            left = min(3, each.num_tokens - computed)
+            each.num_computed_tokens += cache.fit_chunk(each, computed, left)
+        cache.take_plan()
+        running = [each for each in running if each.num_computed_tokens < each.num_tokens]
+    assert large.num_computed_tokens == large.num_tokens
+
+
 def test_a_preempted_request_holds_nothing(cache: PictureCache) -> None:
     one = request("r", picture("a", 0, 8))
     cache.begin_step(1, [one])
