@@ -85,8 +85,8 @@ async def check_shown(
         if num_shown != num_pictures:
             origin = f"messages[{origins[place]}]"
             words = (
-                f"`{origin}`, of the role {messages[origins[place]].role}, has {num_pictures} "
-                f"pictures, and the model's chat template shows {num_shown} there; move them into "
-                "a user's message, or start the server with a --chat-template that shows them"
+                f"the model's chat template shows {num_shown} pictures in the place of `{origin}`, "
+                f"of the role {messages[origins[place]].role}, which has {num_pictures}; move them "
+                "into a user's message, or start the server with a --chat-template that shows them"
             )
             raise ApiError(words, param=origin, code="chat_template_failed")
