@@ -77,8 +77,8 @@ class Front:
         task.add_done_callback(self._background.discard)
 
     @property
-    def reads_pictures(self) -> bool:
-        return self.pictures is not None
+    def picture_placeholder(self) -> str | None:
+        return None if self.pictures is None else self.pictures.processor.placeholder
 
     @property
     def max_model_len(self) -> int:
@@ -221,14 +221,18 @@ class Front:
             raise ApiError(message, param=param, code="empty_prompt")
         if keep_last is not None:
             ids = ids[-keep_last:]
+        self.check_prompt_size(len(ids), param)
+        return self.check_vocabulary(ids, param, is_text=is_text).astype("<i4").tobytes()
+
+    def check_prompt_size(self, num_tokens: int, param: str) -> None:
+        """Raise ApiError for a prompt that leaves no token of the context for the answer."""
         most = self.max_prompt_tokens
-        if len(ids) > most:
+        if num_tokens > most:
             message = (
-                f"`{param}` has {len(ids)} tokens and at most {most} fit (the context of "
+                f"`{param}` has {num_tokens} tokens and at most {most} fit (the context of "
                 f"{most + 1} tokens leaves one for the answer); shorten it"
             )
             raise ApiError(message, param=param, code="context_length_exceeded")
-        return self.check_vocabulary(ids, param, is_text=is_text).astype("<i4").tobytes()
 
     def check_vocabulary(
         self, ids: Sequence[int], param: str, *, is_text: bool = False

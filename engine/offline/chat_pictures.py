@@ -86,6 +86,7 @@ class ChatPictures:
 
     def _process_image(self, image: Any) -> ProcessedPicture:
         if not isinstance(image, Image.Image):
-            raise ValueError(f"it must be a PIL image, not {format_value(image)}")
+            given = image if image is None or isinstance(image, str) else type(image)
+            raise ValueError(f"it must be a PIL image, not {format_value(given)}")
         PictureLimits().check_size(*image.size)
         return self.processor.process_picture(to_rgb_on_white(image))

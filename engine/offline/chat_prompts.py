@@ -33,9 +33,10 @@ class ChatPrompts:
         """Load the chat template, or use `template` instead. Raises ValueError without a valid
         template, and ConfigError for unsupported settings of pictures."""
         self._tokenizer = tokenizer
-        self._pictures = ChatPictures.load(path)
+        self._pictures = pictures = ChatPictures.load(path)
+        placeholder = None if pictures is None else pictures.processor.placeholder
         self._renderer = ConversationRenderer(
-            path, tokenizer, template, reads_pictures=self._pictures is not None
+            path, tokenizer, template, picture_placeholder=placeholder
         )
 
     async def make_prompt(
@@ -57,6 +58,5 @@ class ChatPrompts:
         ids = self._tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
         if reader is None:
             return ChatPrompt(text, ids, [])
-        return ChatPrompt(
-            text, ids, place_items(np.asarray(ids, np.int32), pictures, reader.token_id)
-        )
+        tokens, placed = place_items(np.asarray(ids, np.int32), pictures, reader.token_id)
+        return ChatPrompt(text, tokens.tolist(), placed)

@@ -3,7 +3,7 @@
 
 PNG, JPEG, WebP and GIF are supported; of an animation, the first frame is decoded. The size in the
 file's header is checked before Pillow gets the file. Pillow gets a copy without metadata, reads the
-copy in pieces until the deadline, and allocates at most about 24 bytes for each pixel."""
+copy in pieces until the deadline, and allocates at most about 26 bytes for each pixel."""
 
 from __future__ import annotations
 
@@ -72,7 +72,11 @@ def decode_picture(
 ) -> Image.Image:
     """Return the picture in `data` as an upright RGB image without transparency, as transformers'
     `load_image` does. Raises only PictureError."""
-    file = read_picture_file(data, limits)
+    return decode_file(read_picture_file(data, limits), deadline=deadline)
+
+
+def decode_file(file: PictureFile, *, deadline: float = math.inf) -> Image.Image:
+    """Return the picture in a file as `decode_picture` does. Raises only PictureError."""
     check_deadline(deadline)
     try:
         return _decode_file(file, deadline)

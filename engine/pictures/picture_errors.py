@@ -9,5 +9,13 @@ class PictureError(ValueError):
     """A picture is refused. The text has the expected value, the given value and a remedy."""
 
 
-class PicturePoolFull(RuntimeError):
-    """All threads of a pool are busy and its queue is full; the same request may succeed later."""
+class PictureOverload(RuntimeError):
+    """The server has no resources for a picture now; the same request may succeed later."""
+
+
+class PicturePoolFull(PictureOverload):
+    """All threads of a pool are busy and its queue is full."""
+
+
+class PictureBudgetFull(PictureOverload):
+    """The processed pictures of all requests take all memory that they may take."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from .picture_errors import PictureError
 
 MAX_PICTURE_BYTES = 20 * 1024 * 1024
+_FIRST_TURNED = 5  # the first EXIF orientation that exchanges width and height
 MAX_PARTS = 32_768  # limit of the chunks, segments or blocks of a file
 MAX_UNPACKED_BYTES = 128 * 1024  # limit of uncompressed metadata, which may have the orientation
 ENDS_EARLY = "its file ends early; send the whole file"
@@ -34,9 +35,7 @@ class PictureLimits:
     def check_size(self, width: int, height: int) -> None:
         """Raise PictureError for a picture of a size that may not be decoded."""
         if width < 1 or height < 1:
-            raise PictureError(
-                f"its file says {width} x {height} pixels; send a picture with pixels"
-            )
+            raise PictureError(f"it has {width} x {height} pixels; send a picture with pixels")
         if width > self.max_side or height > self.max_side or width * height > self.max_pixels:
             raise PictureError(
                 f"it has {width} x {height} pixels, and at most {self.max_pixels} pixels with "
@@ -60,6 +59,12 @@ class PictureFile(NamedTuple):
     height: int
     orientation: int  # EXIF orientation, 1 to 8; 1: upright
     content: bytes
+
+    @property
+    def upright_size(self) -> tuple[int, int]:
+        """The width and height after the orientation is applied."""
+        turned = self.orientation >= _FIRST_TURNED
+        return (self.height, self.width) if turned else (self.width, self.height)
 
 
 def check_parts(num_parts: int) -> None:

@@ -58,6 +58,8 @@ class PicturePool:
                 f"it was not decoded in {seconds:g} seconds; send a smaller picture, or the same "
                 "one later"
             ) from None
+        finally:
+            del future  # its exception has a reference to this frame, a cycle that holds pictures
 
     def close_pool(self) -> None:
         """Drop waiting tasks. Running tasks end at their deadline, and delay Python's exit."""

@@ -17,7 +17,7 @@ _RAW_EXIF = b"Raw profile type exif\x00"  # ImageMagick's chunk of EXIF data in 
 
 def read_png(data: bytes, limits: PictureLimits) -> PictureFile:
     """Return a PNG file's pixels, without metadata, and orientation. Raises PictureError."""
-    kept, exif, raw_exif, xmp = [SIGNATURE], b"", b"", b""
+    kept, exif, raw_exif, xmp = [SIGNATURE], b"", b"", b""  # the last two may be compressed
     width = height = 0
     at, num_parts, num_pixel_chunks = len(SIGNATURE), 0, 0
     while True:
@@ -46,14 +46,14 @@ def read_png(data: bytes, limits: PictureLimits) -> PictureFile:
         elif name == b"eXIf":
             exif = data[at + 8 : end - 4]
         elif name == b"iTXt" and data.startswith(_XMP, at + 8):
-            xmp = _international_text(data[at + 8 + len(_XMP) : end - 4])
+            xmp = data[at + 8 + len(_XMP) : end - 4]
         elif name in (b"zTXt", b"tEXt") and data.startswith(_RAW_EXIF, at + 8):
-            text = data[at + 8 + len(_RAW_EXIF) : end - 4]
-            raw_exif = _hexadecimal(unpack_text(text[1:]) if name == b"zTXt" else text)
+            raw_exif = data[at + 4 : end - 4]
         at = end
     if not num_pixel_chunks:
         raise PictureError("its PNG file has no pixels (no IDAT chunk); save it again")
-    orientation = find_orientation(exif or raw_exif, xmp)
+    # Only the last text of a kind is unpacked: a file may have thousands.
+    orientation = find_orientation(exif or _raw_exif(raw_exif), _international_text(xmp))
     return PictureFile("PNG", width, height, orientation, b"".join(kept))
 
 
@@ -66,7 +66,11 @@ def _international_text(text: bytes) -> bytes:
     return unpack_text(parts[2]) if is_packed else parts[2]
 
 
-def _hexadecimal(text: bytes) -> bytes:
+def _raw_exif(chunk: bytes) -> bytes:
+    """Return the EXIF data in a chunk, from the chunk's name on; b"" without a chunk."""
+    text = chunk[4 + len(_RAW_EXIF) :]
+    if chunk.startswith(b"zTXt"):
+        text = unpack_text(text[1:])
     try:
         return bytes.fromhex("".join(text.decode("ascii").split("\n")[3:]))
     except ValueError:

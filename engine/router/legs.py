@@ -21,6 +21,9 @@ _WITH_PROMPT = (COMPLETIONS, PARTS_PATH)
 
 # English text has about four bytes of UTF-8 per token.
 BYTES_PER_TOKEN = 4
+# A guess, as the number depends on the model: a photo has some 800 to 1,300 tokens in most models.
+TOKENS_PER_PICTURE = 1024
+_PICTURES = ("image_url", "input_image")  # types of content parts
 
 # A prompt whose JSON has more commas is not decoded, which would block the event loop for seconds.
 MAX_PARTS = 65536
@@ -57,7 +60,7 @@ def read_facts(path: str, fields: Fields) -> Facts:
     elif path in _WITH_PROMPT:
         tokens, is_exact = _prompt_tokens(_decode(fields, "prompt"))
     else:
-        tokens, is_exact = _text_bytes(_decode(fields, "messages")) // BYTES_PER_TOKEN, False
+        tokens, is_exact = _chat_tokens(_decode(fields, "messages")), False
     return Facts(path, tokens, is_exact, fields)
 
 
@@ -137,16 +140,18 @@ def _prompt_tokens(prompt: Any) -> tuple[int, bool]:
     return longest
 
 
-def _text_bytes(messages: Any) -> int:
-    """Return the number of UTF-8 bytes of a conversation's texts."""
+def _chat_tokens(messages: Any) -> int:
+    """Return a guess of the tokens of a conversation's texts and pictures."""
     if not isinstance(messages, list):
         return 0
-    total = 0
+    num_bytes = num_pictures = 0
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
         parts = content if isinstance(content, list) else [{"text": content}]
         for part in parts:
-            text = part.get("text") if isinstance(part, dict) else None
-            if isinstance(text, str):
-                total += len(text.encode())
-    return total
+            if not isinstance(part, dict):
+                continue
+            if isinstance(text := part.get("text"), str):
+                num_bytes += len(text.encode())
+            num_pictures += part.get("type") in _PICTURES
+    return num_bytes // BYTES_PER_TOKEN + num_pictures * TOKENS_PER_PICTURE

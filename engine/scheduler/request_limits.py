@@ -9,7 +9,7 @@ from ..cache.kv_cache_manager import KVCacheManager
 from ..config.engine_config import SchedulerConfig
 from ..request.request import Request
 
-# The most bytes of the prompt embeddings of all unfinished requests together.
+# The most bytes of the prompt embeddings and pictures of all unfinished requests together.
 MAX_EMBED_BYTES = 1 << 30
 
 
@@ -55,11 +55,11 @@ def check_request(request: Request, manager: KVCacheManager) -> None:
 
 
 def check_embeds(request: Request, held: int) -> None:
-    """Raise QueueFull if the prompt embeddings of unfinished requests (`held` bytes) and of this
-    request exceed MAX_EMBED_BYTES together. If `held` is 0, any size fits."""
+    """Raise QueueFull if the embeddings and pictures of unfinished requests (`held` bytes) and of
+    this request exceed MAX_EMBED_BYTES together. If `held` is 0, any size fits."""
     more = request.embed_bytes
     if held and held + more > MAX_EMBED_BYTES:
         raise QueueFull(
-            f"prompt embeddings of unfinished requests take {show_size(held)}, and with "
-            f"{show_size(more)} more it would be over {show_size(MAX_EMBED_BYTES)}; try later"
+            f"prompt embeddings and pictures of unfinished requests take {show_size(held)}, and "
+            f"with {show_size(more)} more it would be over {show_size(MAX_EMBED_BYTES)}; try later"
         )

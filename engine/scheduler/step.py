@@ -232,7 +232,8 @@ class StepBuilder:
             drafts = {each.request.request_id: list(each.draft_token_ids) for each in with_drafts}
         tails = self.manager.shared_tails
         copies = tails.take_copies() if tails.sources else []
-        new_pictures, dropped = NO_PLAN if self.pictures is None else self.pictures.take_plan()
+        pictures = self.pictures
+        new_pictures, dropped = NO_PLAN if pictures is None else pictures.take_plan(tokens)
         return SchedulerOutput(
             step_id=self.step_id,
             last_failed_id=last_failed_id,

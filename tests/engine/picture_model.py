@@ -106,7 +106,8 @@ class PictureModel:
         ]
         tokens = self._encode(expand_placeholders(shown, pictures, self.placeholder))
         token_id = self.tokenizer.token_to_id(self.placeholder)
-        return tokens, place_items(np.asarray(tokens, np.int32), pictures, token_id)
+        prompt, placed = place_items(np.asarray(tokens, np.int32), pictures, token_id)
+        return prompt.tolist(), placed
 
     @torch.inference_mode()
     def answer(self, parts: Sequence[Part], num_tokens: int) -> tuple[list[int], int]:

@@ -83,6 +83,8 @@ def test_images_of_all_modes_are_read(model: PictureModel, llm: LLM, mode: str) 
 BAD_PARTS: list[tuple[Any, str]] = [
     ({"type": "image", "image": "a.png"}, "must be a PIL image, not 'a.png'"),
     ({"type": "image"}, "must be a PIL image, not None"),
+    ({"type": "image", "image": np.zeros((99, 9, 3))}, "image, not <class 'numpy.ndarray'>"),
+    ({"type": "image", "image": Image.new("RGB", (0, 0))}, "cannot be read: it has 0 x 0 pixels"),
     ({"type": "image", "image": Image.new("RGB", (17_000, 1))}, "sides of up to 16384"),
     ({"type": "image_url", "image_url": "https://a.b/c.png"}, "reads data: URLs only"),
     ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "no PNG, JPEG"),

@@ -9,24 +9,19 @@ import time
 import uuid
 from dataclasses import dataclass
 
-import numpy as np
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from ...pictures.processors.picture_processor import (
-    ProcessedPicture,
-    expand_placeholders,
-    place_items,
-)
+from ...pictures.processors.picture_processor import ProcessedPicture
 from ...request.pictures import Picture
 from ...request.request import BYTES_PER_TOKEN
 from ...text.reasoning import ReasoningMarks, Thoughts
 from ...text.tool_calls.base import CallPiece
 from ..api_errors import ApiError
 from ..front import Front
-from ..picture_reader import PictureReader
 from .follow import follow
+from .message_parts import picture_urls
 from .request.checks import read_chat
 from .request.conversation import render
 from .request.protocol import ChatRequest
@@ -151,25 +146,11 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
     request = await read_chat(front, http)
     tools = tools_of(front, request)
     text = await render(front, request.messages, request, tools.shown)
-    pictures: list[ProcessedPicture] = []
-    if front.pictures is not None:
-        pictures = await front.pictures.read_pictures(request.messages, front.max_prompt_tokens)
-        text = _with_pictures(front.pictures, request, text, pictures)
-    (prompt,) = await front.resolve_prompts(
-        text,
-        # The chat template writes special tokens, so by default the tokenizer adds no more.
-        add_special_tokens=bool(request.add_special_tokens),
-        truncate_to=request.truncate_prompt_tokens,
-        max_tokens=request.most_tokens,
-        param="messages",
-    )
-    num_tokens = len(prompt) // BYTES_PER_TOKEN
-    params = chat_params(front, request, num_tokens, tools.structured_outputs)
     own_id = uuid.uuid4().hex
     generations = make_generations(
         front,
         request,
-        [Task(prompt, params, pictures=_placed(front, prompt, pictures))],
+        [await _make_task(front, request, text, tools)],
         f"chatcmpl-{own_id}",
         arrival_seconds,
         tenant=tenant_of(front, http),
@@ -184,27 +165,37 @@ async def create_chat_completion(front: Front, http: Request, *, follows: bool =
     return await ChatAnswer(front, answer_id, request, generations, tools).respond(http)
 
 
-def _with_pictures(
-    reader: PictureReader, request: ChatRequest, text: str, pictures: list[ProcessedPicture]
-) -> str:
-    """Return the prompt, in which placeholder texts stand for the pictures. Raises ApiError if the
-    client's own text has the placeholder of a picture."""
-    if pictures and request.truncate_prompt_tokens is not None:
+async def _make_task(front: Front, request: ChatRequest, text: str, tools: ToolUse) -> Task:
+    """Return the task of a conversation with the prompt `text`, which has no pictures yet. The
+    caller keeps no reference to the task, so that pictures are freed when the engine has them."""
+    found: list[ProcessedPicture] = []
+    placed: list[Picture] = []
+    reservation = None
+    if front.pictures is not None:
+        _refuse_truncation(request)
+        most = front.max_prompt_tokens
+        found, reservation = await front.pictures.read_pictures(request.messages, most)
+        text = front.pictures.expand_text(text, found)
+    (prompt,) = await front.resolve_prompts(
+        text,
+        # The chat template writes special tokens, so by default the tokenizer adds no more.
+        add_special_tokens=bool(request.add_special_tokens),
+        truncate_to=request.truncate_prompt_tokens,
+        max_tokens=request.most_tokens,
+        param="messages",
+    )
+    if front.pictures is not None:
+        prompt, placed = front.pictures.place_items(prompt, found)
+        front.check_prompt_size(len(prompt) // BYTES_PER_TOKEN, "messages")
+    num_tokens = len(prompt) // BYTES_PER_TOKEN
+    params = chat_params(front, request, num_tokens, tools.structured_outputs)
+    return Task(prompt, params, pictures=placed, reservation=reservation)
+
+
+def _refuse_truncation(request: ChatRequest) -> None:
+    if request.truncate_prompt_tokens is not None and picture_urls(request.messages):
         message = "`truncate_prompt_tokens` could cut a picture; leave it out"
         raise ApiError(message, param="truncate_prompt_tokens", code="invalid_value")
-    try:
-        return expand_placeholders(text, pictures, reader.processor.placeholder)
-    except ValueError as error:
-        raise ApiError(str(error), param="messages", code="invalid_value") from None
-
-
-def _placed(front: Front, prompt: bytes, pictures: list[ProcessedPicture]) -> list[Picture]:
-    if front.pictures is None:
-        return []
-    try:
-        return place_items(np.frombuffer(prompt, "<i4"), pictures, front.pictures.token_id)
-    except ValueError as error:
-        raise ApiError(str(error), param="messages", code="invalid_value") from None
 
 
 def _answered_tool(request: ChatRequest) -> str:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that read a message's text, thought and picture URLs from the message's fields."""
+"""Functions that read texts, thoughts, picture URLs and calls' arguments from messages' fields."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 from ..api_errors import ApiError
 from .request.protocol import ChatMessage, ContentPart, ImageUrl
@@ -16,6 +18,7 @@ _THOUGHTS = {"thinking": "thinking", "reasoning": "text"}
 _PICTURES = {"image_url": "image_url", "input_image": "image_url"}
 _FIELDS = {**_TEXTS, **_THOUGHTS, **_PICTURES}
 _MAX_QUOTED_CHARACTERS = 64
+_NO_ARGUMENTS = ("", "null", "None")  # `arguments` that clients send for a call without arguments
 
 
 def text_of(message: ChatMessage) -> str:
@@ -27,6 +30,13 @@ def text_of(message: ChatMessage) -> str:
     if isinstance(message.refusal, str):
         texts.append(message.refusal)
     return "\n".join(texts) if len(texts) > 1 and texts[0] else "".join(texts)
+
+
+def joined_texts(message: ChatMessage) -> str:
+    """Return a message's texts without anything between them, as if no picture were there."""
+    content = message.content
+    texts = [content or ""] if not isinstance(content, list) else _texts_in(content, _TEXTS)
+    return "".join(texts) + (message.refusal or "")
 
 
 def thought_of(message: ChatMessage) -> str:
@@ -71,6 +81,19 @@ def check_parts(message: ChatMessage, place: str, *, reads_pictures: bool = Fals
         if given is None:
             words = f"`{at}` is a part of the type {part.type} without `{field}`; add it"
             raise ApiError(words, param=f"{at}.{field}", code="missing_field")
+
+
+def arguments_in(given: object) -> dict[str, Any] | None:
+    """Return a call's arguments as an object, {} for a call without arguments; None if the
+    arguments are no JSON object, as in an answer that was cut off."""
+    if given is None or (isinstance(given, str) and given.strip() in _NO_ARGUMENTS):
+        return {}
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            return None
+    return given if isinstance(given, dict) else None
 
 
 def _texts_in(parts: list[ContentPart] | None, fields: dict[str, str]) -> list[str]:

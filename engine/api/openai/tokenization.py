@@ -10,11 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from ...request.request import pack_token_ids, unpack_token_ids
 from ..api_errors import ApiError
 from ..front import Front
+from ..picture_reader import PictureReader
 from .request.body import read_request
 from .request.conversation import render
-from .request.protocol import DetokenizeRequest, TokenizeRequest
+from .request.protocol import ChatMessage, DetokenizeRequest, TokenizeRequest
 from .response.replies import DetokenizedPrompt, Tokens
 from .response.tools import template_tools
 
@@ -31,10 +33,11 @@ async def tokenize(front: Front, http: Request) -> ASGIApp:
     text, special = await _text(front, request)
     if request.add_special_tokens is not None:
         special = request.add_special_tokens
-    param = "prompt" if request.messages is None else "messages"
-    (ids,) = await front.encode_texts(
-        [text], add_special_tokens=special, max_tokens=None, param=param
-    )
+    if request.messages is not None and front.pictures is not None:
+        ids = await _ids_with_pictures(front, front.pictures, request.messages, text, special)
+    else:
+        param = "prompt" if request.messages is None else "messages"
+        ids = await _encode(front, text, special, param)
 
     def answer() -> bytes:
         spellings = [front.texts.spelling(i) for i in ids] if request.return_token_strs else None
@@ -71,6 +74,24 @@ async def _text(front: Front, request: TokenizeRequest) -> tuple[str, bool]:
             message = f"`{name}` is for `messages`, and a `prompt` came; leave it out"
             raise ApiError(message, param=name, code="invalid_value")
     return request.prompt or "", True
+
+
+async def _encode(front: Front, text: str, special: bool, param: str) -> list[int]:
+    (ids,) = await front.encode_texts(
+        [text], add_special_tokens=special, max_tokens=None, param=param
+    )
+    return ids
+
+
+async def _ids_with_pictures(
+    front: Front, reader: PictureReader, messages: list[ChatMessage], text: str, special: bool
+) -> list[int]:
+    """Return the token ids of a conversation's prompt with its pictures, as a chat has them."""
+    pictures, reservation = await reader.read_pictures(messages, front.max_prompt_tokens)
+    ids = await _encode(front, reader.expand_text(text, pictures), special, "messages")
+    prompt, _ = reader.place_items(pack_token_ids(ids), pictures)
+    reservation.free_bytes()
+    return unpack_token_ids(prompt)
 
 
 def _json(body: bytes) -> Response:

@@ -314,6 +314,7 @@ def _check_wishes(message: AddRequest) -> None:
         ("use_beam_search", extras.beams is not None),
         ("an embedding", bool(extras.pooling)),
         ("prompt_embeds", bool(extras.prompt_embeds)),
+        ("pictures", bool(extras.pictures)),
         ("prompt_logprobs", params.prompt_logprobs is not None),
         ("the fields of a router", bool(extras.ticket or extras.hand_over)),
     ):

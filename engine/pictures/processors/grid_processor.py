@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cbor2
-import numpy as np
 from PIL import Image
 
 from ...models.vision.vision_spec import VisionSpec, pixel_limit, read_image_processor
-from .picture_processor import PictureItem, ProcessedPicture, digest_of
+from .picture_processor import ProcessedPicture, ProcessedSize, make_item
 
 PLACEHOLDER = "<|image_pad|>"
 MOST_RATIO = 200  # limit of the ratio of the longer edge to the shorter edge
@@ -33,12 +32,14 @@ class GridProcessor:
     settings: bytes  # the settings that are part of digests
     placeholder: str = PLACEHOLDER
 
+    def measure_picture(self, width: int, height: int, /) -> ProcessedSize:
+        columns, rows = (edge // self.side for edge in self._size_of(width, height))
+        return ProcessedSize(columns * rows, columns * rows * self.side**2 * 3)
+
     def process_picture(self, image: Image.Image, /) -> ProcessedPicture:
+        num_tokens = self.measure_picture(*image.size).num_tokens
         sized = image.resize(self._size_of(*image.size), self.resample)
-        pixels = np.asarray(sized, np.uint8)
-        num_tokens = (sized.width // self.side) * (sized.height // self.side)
-        item = PictureItem(pixels, digest_of(pixels, self.settings), num_tokens)
-        return ProcessedPicture([item], PLACEHOLDER * num_tokens)
+        return ProcessedPicture([make_item(sized, self.settings, num_tokens)], PLACEHOLDER)
 
     def _size_of(self, width: int, height: int) -> tuple[int, int]:
         """Return a size (width, height) in pixels of whole tokens, within the limits. Raises

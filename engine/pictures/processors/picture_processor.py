@@ -2,7 +2,7 @@
 """`PictureProcessor`: the interface of a class that makes a model's input from a picture.
 
     picture ─► items: arrays of pixels, each encoded to the embeddings of a run of tokens
-            ─► text: replaces the picture's placeholder in the prompt, and contains those tokens
+            ─► text: replaces the picture's placeholder in the prompt; has a placeholder per item
 
 An item's digest covers only the pixels and the settings that determine the embeddings, and not the
 file's name, address or metadata."""
@@ -19,22 +19,31 @@ from PIL import Image
 
 from ...request.pictures import Picture
 
-Pixels = npt.NDArray[np.uint8]
-
 
 class PictureItem(NamedTuple):
     """A part of a picture that the model's encoder encodes without the other parts."""
 
-    pixels: Pixels  # RGB, of the shape [height, width, 3]
+    pixels: bytes  # RGB, row by row
+    height: int
+    width: int
     digest: bytes
     num_tokens: int
+
+
+class ProcessedSize(NamedTuple):
+    """The size of a picture in the form of a model's input."""
+
+    num_tokens: int
+    num_bytes: int  # of the pixels of all items
 
 
 class ProcessedPicture(NamedTuple):
     """A picture in the form of a model's input."""
 
     items: list[PictureItem]  # the items in the order of their tokens
-    text: str  # replaces the placeholder in the prompt
+    # Replaces the placeholder in the prompt. A placeholder in it stands for all tokens of an item,
+    # so that texts are short to tokenize.
+    text: str
 
 
 class PictureProcessor(Protocol):
@@ -45,17 +54,22 @@ class PictureProcessor(Protocol):
         """The text that the chat template writes for each picture. The text is one token, which
         also fills the runs of a picture's tokens."""
 
+    def measure_picture(self, width: int, height: int, /) -> ProcessedSize:
+        """Return the size of a picture's input, from the picture's size in pixels. Raises
+        ValueError for extreme proportions."""
+
     def process_picture(self, image: Image.Image, /) -> ProcessedPicture:
         """Return a model's input for an RGB picture. Raises ValueError for extreme proportions."""
 
 
-def digest_of(pixels: Pixels, settings: bytes) -> bytes:
-    """Return the digest of an item. `settings`: the settings of the encoder and the processor."""
+def make_item(image: Image.Image, settings: bytes, num_tokens: int) -> PictureItem:
+    """Return the item of an image. `settings`: the settings of the encoder and the processor."""
+    pixels = image.tobytes()
     digest = hashlib.sha256(b"stratakv.picture.1")
     digest.update(len(settings).to_bytes(8, "little") + settings)
-    digest.update(repr(pixels.shape).encode())
-    digest.update(np.ascontiguousarray(pixels).data)
-    return digest.digest()
+    digest.update(repr((image.height, image.width, 3)).encode())
+    digest.update(pixels)
+    return PictureItem(pixels, image.height, image.width, digest.digest(), num_tokens)
 
 
 def expand_placeholders(text: str, pictures: Sequence[ProcessedPicture], placeholder: str) -> str:
@@ -76,25 +90,22 @@ def expand_placeholders(text: str, pictures: Sequence[ProcessedPicture], placeho
 
 def place_items(
     token_ids: npt.NDArray[np.int32], pictures: Sequence[ProcessedPicture], token_id: int
-) -> list[Picture]:
-    """Return the items of a prompt's pictures with the positions of their tokens. `token_id`: the
-    placeholder's token. Raises ValueError if the prompt has other runs of it than items need."""
+) -> tuple[npt.NDArray[np.int32], list[Picture]]:
+    """Return a prompt in which each placeholder is repeated for all tokens of its item, and the
+    items with the positions of their tokens. `token_id`: the placeholder's token. Raises ValueError
+    if the prompt does not have one placeholder for each item."""
     items = [item for picture in pictures for item in picture.items]
     places = np.flatnonzero(token_ids == token_id)
-    wanted = sum(item.num_tokens for item in items)
-    if len(places) != wanted:
+    if len(places) != len(items):
         raise ValueError(
             f"the prompt has {len(places)} tokens that stand for pictures, and its pictures need "
-            f"{wanted}; leave the placeholder out of texts"
+            f"{len(items)}; leave the placeholder out of texts"
         )
-    placed, first = [], 0
-    for item in items:
-        run = places[first : first + item.num_tokens]
-        if run[-1] - run[0] != item.num_tokens - 1:
-            raise ValueError("the tokens of a picture are not side by side in the prompt")
-        height, width, _ = item.pixels.shape
-        placed.append(
-            Picture(item.digest, int(run[0]), item.num_tokens, height, width, item.pixels.tobytes())
-        )
-        first += item.num_tokens
-    return placed
+    counts = np.ones(len(token_ids), np.int64)
+    counts[places] = [item.num_tokens for item in items]
+    starts = (np.cumsum(counts) - counts)[places]
+    placed = [
+        Picture(item.digest, start, item.num_tokens, item.height, item.width, item.pixels)
+        for item, start in zip(items, starts.tolist(), strict=True)
+    ]
+    return np.repeat(token_ids, counts), placed

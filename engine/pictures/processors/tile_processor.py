@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cbor2
-import numpy as np
 from PIL import Image
 
 from ....tiers.settings.values import ConfigError
@@ -26,7 +25,7 @@ from ...models.vision.vision_spec import (
     read_image_processor,
     tile_side,
 )
-from .picture_processor import PictureItem, ProcessedPicture, digest_of
+from .picture_processor import PictureItem, ProcessedPicture, ProcessedSize, make_item
 
 PLACEHOLDER = "<image>"
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
@@ -46,12 +45,19 @@ class TileProcessor:
     settings: bytes  # the settings that are part of digests
     placeholder: str = PLACEHOLDER
 
+    def measure_picture(self, width: int, height: int, /) -> ProcessedSize:
+        num_items = 1
+        if self.splits:
+            columns, rows = self._count_tiles(_longest((width, height), self.longest_edge))
+            num_items = columns * rows + 1 if columns > 1 or rows > 1 else 1
+        return ProcessedSize(num_items * self.tokens_of_tile, num_items * self.tile**2 * 3)
+
     def process_picture(self, image: Image.Image, /) -> ProcessedPicture:
         sized = image.resize(_longest(image.size, self.longest_edge), self.resample)
         if not self.splits:
             return ProcessedPicture([self._item(self._as_tile(sized))], self._one_text())
-        rounded = sized.resize(self._whole_tiles(sized.size), self.resample)
-        columns, rows = (size // self.tile for size in rounded.size)
+        columns, rows = self._count_tiles(sized.size)
+        rounded = sized.resize((columns * self.tile, rows * self.tile), self.resample)
         if columns <= 1 and rows <= 1:
             return ProcessedPicture([self._item(rounded)], self._one_text())
         tiles = [
@@ -65,35 +71,31 @@ class TileProcessor:
     def _as_tile(self, image: Image.Image) -> Image.Image:
         return image.resize((self.tile, self.tile), self.resample)
 
-    def _whole_tiles(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return a size of whole tiles: round the longer edge up, then derive the shorter edge."""
+    def _count_tiles(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return columns and rows: round the longer edge up, then derive the shorter edge."""
         width, height = size
         ratio = width / height
         if width >= height:
-            width = _up(width, self.tile)
-            return width, _up(int(width / ratio), self.tile)
-        height = _up(height, self.tile)
-        return _up(int(height * ratio), self.tile), height
+            columns = math.ceil(width / self.tile)
+            return columns, math.ceil(int(columns * self.tile / ratio) / self.tile)
+        rows = math.ceil(height / self.tile)
+        return math.ceil(int(rows * self.tile * ratio) / self.tile), rows
 
     def _item(self, image: Image.Image) -> PictureItem:
-        pixels = np.asarray(image, np.uint8)
-        return PictureItem(pixels, digest_of(pixels, self.settings), self.tokens_of_tile)
+        return make_item(image, self.settings, self.tokens_of_tile)
 
     def _one_text(self) -> str:
-        return f"{_AROUND}{_WHOLE}{self._run}{_AROUND}"
+        return f"{_AROUND}{_WHOLE}{PLACEHOLDER}{_AROUND}"
 
     def _split_text(self, rows: int, columns: int) -> str:
         lines = [
             "".join(
-                f"{_AROUND}<row_{row}_col_{column}>{self._run}" for column in range(1, columns + 1)
+                f"{_AROUND}<row_{row}_col_{column}>{PLACEHOLDER}"
+                for column in range(1, columns + 1)
             )
             for row in range(1, rows + 1)
         ]
         return "".join(f"{line}\n" for line in lines) + "\n" + self._one_text()
-
-    @property
-    def _run(self) -> str:
-        return PLACEHOLDER * self.tokens_of_tile
 
 
 def load_tile_processor(path: Path, spec: VisionSpec) -> TileProcessor:
@@ -150,7 +152,3 @@ def _longest(size: tuple[int, int], longest: int) -> tuple[int, int]:
         height = MAX_SIDE
         width = int(height * ratio)
     return max(width, 1), max(height, 1)
-
-
-def _up(size: int, unit: int) -> int:
-    return math.ceil(size / unit) * unit

@@ -161,6 +161,53 @@ def test_pictures_beyond_the_context_are_refused_before_others_are_read(
     reader.pool.close_pool()
 
 
+def test_tokens_of_pictures_are_no_characters_of_text(model: PictureModel) -> None:
+    parts: list[Part] = ["see ", WIDE, TALL]
+    held, made = model.placeholder, [model.processor.process_picture(p) for p in (WIDE, TALL)]
+    num_items = sum(len(each.items) for each in made)
+    others = sum(len(each.text.replace(held, "")) for each in made)
+    most = others + num_items * len(held) + 100
+    num_tokens = sum(item.num_tokens for each in made for item in each.items)
+    assert (num_tokens - num_items) * len(held) > 100
+    settings = ApiSettings(max_text_characters=most)
+    live = LiveServer(model.path, settings)
+    with httpx.Client(base_url=live.url, timeout=60) as http:
+        answer = ask(http, content_of(parts))
+        long = ask(http, content_of(["x" * most]))
+    live.stop()
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["prompt_tokens"] == model.answer(parts, 1)[1]
+    assert long.status_code == 400 and long.json()["error"]["code"] == "text_too_long"
+
+
+def test_texts_with_pictures_beyond_the_context_are_refused(
+    model: PictureModel, http: httpx.Client
+) -> None:
+    most = http.get("/v1/models").json()["data"][0]["max_model_len"] - 1
+    num_tokens = model.answer([WIDE], 1)[1]
+    fits, long = (ask(http, content_of([WIDE, "x" * (most - num_tokens + n)])) for n in (0, 1))
+    assert fits.status_code == 200 and fits.json()["usage"]["prompt_tokens"] == most
+    assert long.status_code == 400, long.text
+    assert f"has {most + 1} tokens and at most {most} fit" in long.json()["error"]["message"]
+
+
+def test_tokenize_counts_the_tokens_of_pictures(model: PictureModel, http: httpx.Client) -> None:
+    parts: list[Part] = ["is ", WIDE, " like ", TALL, "?"]
+    chat = {"messages": [{"role": "user", "content": content_of(parts)}]}
+    answer = http.post("/tokenize", json=chat)
+    assert answer.status_code == 200, answer.text
+    ids, _ = model.prompt_of(parts)
+    assert answer.json()["tokens"] == ids and answer.json()["count"] == len(ids)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_tokenize_refuses_what_a_chat_refuses(http: httpx.Client, name: str) -> None:
+    part, _ = BAD[name]
+    chat = {"messages": [{"role": "user", "content": [TEXT, part]}]}
+    answer, asked = http.post("/tokenize", json=chat), ask(http, [TEXT, part])
+    assert (answer.status_code, answer.json()) == (400, asked.json())
+
+
 def test_too_many_pictures_are_refused(http: httpx.Client) -> None:
     most = ApiSettings().max_pictures_per_request
     answer = ask(http, content_of([draw_picture(8, 8, 1)] * (most + 1)))

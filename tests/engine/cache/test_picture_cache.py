@@ -73,6 +73,27 @@ def test_requests_share_the_embeddings_of_a_picture(cache: PictureCache) -> None
     assert (cache.num_encoded, cache.num_reused) == (1, 1)
 
 
+def test_pictures_are_counted_when_a_request_computes_them(cache: PictureCache) -> None:
+    """A request may try in many steps, and wait for blocks."""
+    first, second = request("r", picture("a", 0, 6)), request("s", picture("a", 3, 6))
+    for step in (1, 2, 3):
+        cache.begin_step(step, [])
+        assert cache.fit_chunk(first, 0, 8) == 8
+        assert cache.fit_chunk(second, 0, 9) == 9
+        cache.take_plan({"other"})
+    assert (cache.num_encoded, cache.num_reused) == (1, 0)
+    cache.begin_step(4, [])
+    assert cache.fit_chunk(first, 0, 8) == 8
+    assert cache.fit_chunk(second, 0, 4) == 4
+    cache.take_plan({"r", "s"})
+    assert (cache.num_encoded, cache.num_reused) == (1, 1)
+    first.num_computed_tokens, second.num_computed_tokens = 8, 4
+    cache.begin_step(5, [first, second])
+    assert cache.fit_chunk(second, 4, 5) == 5
+    cache.take_plan({"s"})
+    assert (cache.num_encoded, cache.num_reused) == (1, 1)
+
+
 def test_a_picture_that_comes_again_leaves_its_room_to_others_between(cache: PictureCache) -> None:
     one = request("r", picture("a", 0, 6), picture("b", 6, 6), picture("a", 12, 6))
     for step, (computed, plan) in enumerate(
@@ -110,6 +131,23 @@ def test_a_picture_larger_than_the_room_is_encoded_alone(cache: PictureCache) ->
     assert cache.fit_chunk(large, 1, 20) == 20
     assert cache.fit_chunk(request("t", picture("c", 0, 1)), 0, 1) == 0
     assert names_of(cache.take_plan()) == (["b"], ["a"])
+
+
+def test_later_requests_do_not_take_the_room_that_a_picture_waits_for(cache: PictureCache) -> None:
+    """A later request begins in each step, so one is always in the middle of a picture."""
+    large, running = request("large", picture("a", 0, 8)), list[Request]()
+    for step in range(1, 20):
+        running.append(request(f"r{step}", picture(f"b{step % 3}", 0, 4), picture("c", 5, 4)))
+        if step == 3:
+            running.insert(0, large)
+        cache.begin_step(step, running)
+        for each in running:
+            computed = each.num_computed_tokens
+            left = min(3, each.num_tokens - computed)
+            each.num_computed_tokens += cache.fit_chunk(each, computed, left)
+        cache.take_plan()
+        running = [each for each in running if each.num_computed_tokens < each.num_tokens]
+    assert large.num_computed_tokens == large.num_tokens
 
 
 def test_a_preempted_request_holds_nothing(cache: PictureCache) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from stratakv.engine.core.engine_core import EngineCore
 from stratakv.engine.request.core_messages import AddRequest, RequestExtras, share_prompt
+from stratakv.engine.scheduler import request_limits
 
 from ..picture_model import KINDS, Part, PictureModel, draw_picture, make_picture_model
 from .conftest import config_of, finish, run
@@ -87,6 +88,25 @@ def test_answers_do_not_depend_on_where_a_prompt_is_cut(
     for number, parts in enumerate((CHAT, [SMALL, "what is it?"], ["no picture"])):
         output = run(core, asked(model, parts, f"r{number}"))[f"r{number}"]
         assert output.new_token_ids == answers(parts)
+
+
+def test_prompts_in_parts_have_no_pictures(model: PictureModel, make: Make) -> None:
+    opening = asked(model, CHAT)
+    assert opening.extras is not None
+    opening.extras = msgspec.structs.replace(opening.extras, more_follows=True)
+    [output] = make().add(opening)
+    assert "without pictures; send the prompt whole" in (output.error or "")
+
+
+def test_pictures_beyond_the_engines_memory_are_named(
+    model: PictureModel, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_limits, "MAX_EMBED_BYTES", 1000)
+    core = make()
+    assert core.add(asked(model, [WIDE], "a")) == []
+    [output] = core.add(asked(model, [TALL], "b"))
+    assert output.error_code == "overloaded"
+    assert "prompt embeddings and pictures of unfinished requests" in (output.error or "")
 
 
 def test_requests_share_a_step(

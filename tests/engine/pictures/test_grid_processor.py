@@ -52,11 +52,14 @@ def test_pixels_are_those_of_transformers(
         image = draw_picture(height, width, height * width)
         wanted = theirs([image], return_tensors="np")
         [item], text = ours.process_picture(image)
-        rows, columns = (side // PATCH for side in item.pixels.shape[:2])
+        rows, columns = item.height // PATCH, item.width // PATCH
+        num_bytes = item.height * item.width * 3
+        assert ours.measure_picture(width, height) == (item.num_tokens, num_bytes)
         assert [1, rows, columns] == wanted["image_grid_thw"][0].tolist(), (width, height)
         assert item.num_tokens == rows * columns // MERGE**2
-        assert text == PLACEHOLDER * item.num_tokens
-        scaled = (item.pixels.astype(np.float32) * np.float32(1 / 255) - mean) / std
+        assert text == PLACEHOLDER
+        pixels = np.frombuffer(item.pixels, np.uint8).reshape(item.height, item.width, 3)
+        scaled = (pixels.astype(np.float32) * np.float32(1 / 255) - mean) / std
         patches = scaled.reshape(rows // MERGE, MERGE, PATCH, columns // MERGE, MERGE, PATCH, 3)
         ordered = patches.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, 1, -1)
         frames = np.broadcast_to(ordered, (rows * columns, 3, 2, PATCH**2))
@@ -85,6 +88,8 @@ def test_digests_cover_pixels_sizes_and_settings(path: Path) -> None:
 def test_slivers_are_refused(path: Path, size: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="at most 200 times the shorter one"):
         load(path).process_picture(Image.new("RGB", size))
+    with pytest.raises(ValueError, match="at most 200 times the shorter one"):
+        load(path).measure_picture(*size)
 
 
 @pytest.mark.parametrize(

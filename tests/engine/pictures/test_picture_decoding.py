@@ -8,8 +8,10 @@ import base64
 import io
 import logging
 import re
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,22 +19,27 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile, ImageOps
 
+from stratakv.engine.pictures import png_file
 from stratakv.engine.pictures.picture_decoding import (
     decode_picture,
     read_picture_file,
     to_rgb_on_white,
 )
 from stratakv.engine.pictures.picture_errors import PictureError, PicturePoolFull
-from stratakv.engine.pictures.picture_file import PictureLimits
+from stratakv.engine.pictures.picture_file import PictureLimits, unpack_text
 from stratakv.engine.pictures.picture_pool import PicturePool
 
 from .picture_makers import (
     changed_files,
+    chunk,
     crafted_files,
     cut_files,
     file_of,
+    header,
     packed_files,
     picture,
+    pixels,
+    png,
     valid_files,
 )
 
@@ -44,6 +51,8 @@ CRAFTED = crafted_files()
 PACKED = packed_files()
 LIMITS = PictureLimits()
 NUM_CHANGED = 4000
+# TIFF data with one entry: the orientation 6.
+EXIF_TURNED = struct.pack("<2sHIHHHIHHI", b"II", 42, 8, 1, 0x112, 3, 1, 6, 0, 0)
 _SPARE_BYTES = 48 * 1024 * 1024  # the peak of all hostile files together, below each bomb's size
 
 
@@ -92,6 +101,7 @@ def test_valid_pictures_have_the_pixels_that_transformers_loads(name: str) -> No
     found = decode_picture(VALID[name])
     assert is_equal(found, loaded_by_transformers(VALID[name]))
     assert found.info == {}, "metadata went past the reader"
+    assert read_picture_file(VALID[name]).upright_size == found.size
     number = name.partition("turned ")[2]
     if number in ("by XMP", "5", "6", "7", "8"):
         assert found.size == (17, 23)
@@ -115,6 +125,21 @@ def test_metadata_changes_no_pixel() -> None:
     assert is_equal(decode_picture(profile), picture("RGB"))
     flags = read_picture_file(VALID["WEBP turned 3"]).content[20]
     assert flags & 0b101100 == 0, "the flags promise a profile, EXIF or XMP"
+
+
+def test_of_many_compressed_texts_the_last_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of 20 MiB has room for thousands of texts, each unpacked to 128 KiB."""
+    unpacked = []
+    monkeypatch.setattr(
+        png_file, "unpack_text", lambda text: unpacked.append(text) or unpack_text(text)
+    )
+    turned = b"\n\n\n" + (b"Exif\x00\x00" + EXIF_TURNED).hex().encode()
+    texts = [bytes(1000), bytes(2000), turned]
+    raw = [chunk(b"zTXt", b"Raw profile type exif\x00\x00" + zlib.compress(t)) for t in texts]
+    xmp = [chunk(b"iTXt", b"XML:com.adobe.xmp\x00\x01\x00\x00\x00" + zlib.compress(t))
+           for t in texts]  # fmt: skip
+    file = read_picture_file(png(header(4, 2), *raw, *xmp, pixels(4, 2)))
+    assert file.upright_size == (2, 4) and len(unpacked) == 2
 
 
 def test_hostile_files_are_refused_and_none_is_decoded_past_a_limit(

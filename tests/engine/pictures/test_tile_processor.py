@@ -71,11 +71,15 @@ def test_pixels_and_texts_are_those_of_transformers(
         image = draw_picture(height, width, height * width)
         wanted = theirs([[image]], return_tensors="np", return_row_col_info=True)
         made = ours.process_picture(image)
-        pixels = np.stack([item.pixels for item in made.items]).astype(np.float32)
+        joined = b"".join(item.pixels for item in made.items)
+        pixels = np.frombuffer(joined, np.uint8).reshape(-1, tile, tile, 3).astype(np.float32)
+        num_tokens = len(made.items) * ours.tokens_of_tile
+        assert ours.measure_picture(width, height) == (num_tokens, len(joined))
         scaled = ((pixels * np.float32(1 / 255) - mean) / std).transpose(0, 3, 1, 2)
         assert scaled.shape == wanted["pixel_values"][0].shape, (width, height)
         assert np.abs(scaled - wanted["pixel_values"][0]).max() < 1e-6, (width, height)
-        assert made.text == get_image_prompt_string(
+        whole = made.text.replace("<image>", "<image>" * ours.tokens_of_tile)
+        assert whole == get_image_prompt_string(
             wanted["rows"][0][0], wanted["cols"][0][0], ours.tokens_of_tile,
             "<fake_token_around_image>", "<image>", "<global-img>",
         )  # fmt: skip
@@ -138,33 +142,33 @@ def test_another_number_of_tokens_in_the_processors_file_is_refused(path: Path) 
 
 
 def processed(name: str, *num_tokens: int) -> ProcessedPicture:
-    pixels = np.zeros((1, 1, 3), np.uint8)
-    items = [PictureItem(pixels, name.encode().ljust(32), count) for count in num_tokens]
-    return ProcessedPicture(items, name + "".join("#" * count + "|" for count in num_tokens))
+    items = [PictureItem(bytes(3), 1, 1, name.encode().ljust(32), n) for n in num_tokens]
+    return ProcessedPicture(items, name + "#|" * len(items))
 
 
 def test_texts_take_the_places_of_placeholders() -> None:
     first, second = processed("a", 2, 1), processed("b", 3)
-    assert expand_placeholders("x#y#z", [first, second], "#") == "xa##|#|yb###|z"
+    assert expand_placeholders("x#y#z", [first, second], "#") == "xa#|#|yb#|z"
     for text in ("x#y", "x#y#z#", "none"):
         with pytest.raises(ValueError, match="2 pictures came"):
             expand_placeholders(text, [first, second], "#")
 
 
-def test_items_have_the_places_of_their_tokens() -> None:
-    first, second = processed("a", 2, 1), processed("b", 3)
-    tokens = np.asarray([1, 9, 9, 2, 9, 3, 9, 9, 9], np.int32)
-    found = place_items(tokens, [first, second], 9)
-    assert [(each.start, each.num_tokens) for each in found] == [(1, 2), (4, 1), (6, 3)]
-    assert {each.digest[:1] for each in found} == {b"a", b"b"}
-    with pytest.raises(ValueError, match="7 tokens that stand for pictures"):
-        place_items(np.append(tokens, 9), [first, second], 9)
-    with pytest.raises(ValueError, match="not side by side"):
-        place_items(np.asarray([9, 1, 9, 9, 9, 9, 9], np.int32), [first, second], 9)
+def test_placeholders_become_the_tokens_of_items() -> None:
+    pictures = [processed("a", 2, 1), processed("b", 3)]
+    prompt, found = place_items(np.asarray([1, 9, 2, 9, 9, 4], np.int32), pictures, 9)
+    assert prompt.tolist() == [1, 9, 9, 2, 9, 9, 9, 9, 4] and prompt.dtype == np.int32
+    assert [(each.start, each.num_tokens) for each in found] == [(1, 2), (4, 1), (5, 3)]
+    assert [each.digest[:1] for each in found] == [b"a", b"a", b"b"]
+    for tokens in ([9, 9], [9, 9, 9, 9], [1]):
+        with pytest.raises(ValueError, match="tokens that stand for pictures"):
+            place_items(np.asarray(tokens, np.int32), pictures, 9)
 
 
 def test_any_proportions_are_processed(path: Path) -> None:
     processor = load(path, size={"longest_edge": 4096})
     for size in ((1, 4000), (4000, 1)):
         made = processor.process_picture(Image.new("RGB", size))
-        assert all(item.pixels.shape == (32, 32, 3) for item in made.items)
+        assert all((item.height, item.width) == (32, 32) for item in made.items)
+        num_tokens = len(made.items) * processor.tokens_of_tile
+        assert processor.measure_picture(*size) == (num_tokens, len(made.items) * 32 * 32 * 3)

@@ -121,11 +121,16 @@ def test_how_long_a_prompt_is(prompt: Any, tokens: int, is_exact: bool) -> None:
     assert (facts.prompt_tokens, facts.is_exact) == (tokens, is_exact)
 
 
+PICTURES = [{"type": "image_url", "image_url": {"url": "data:,"}}, {"type": "input_image"}]
+
+
 @pytest.mark.parametrize(
     ("messages", "tokens"),
     [
         ([{"role": "user", "content": "x" * 40}, {"role": "user", "content": "y" * 4}], 11),
-        ([{"content": [{"type": "text", "text": "x" * 40}, {"type": "image_url"}, 3]}], 10),
+        ([{"content": [{"type": "text", "text": "x" * 40}, {"type": "video"}, 3]}], 10),
+        ([{"content": [{"type": "text", "text": "what?"}, *PICTURES]}], 2049),
+        ([{"content": [{"type": ["image_url"]}]}, {"content": {"type": "image_url"}}], 0),
         ([{"role": "user"}, {"content": None}, 7], 0),
         ("hello", 0),
         (None, 0),

@@ -20,14 +20,14 @@ from ....text.tokenizer import Tokenizer
 from ...api_errors import ApiError
 from ...api_settings import ApiSettings
 from ...chat_template import RESERVED_VARIABLES, ChatTemplate
-from ..message_parts import check_parts, text_of, thought_of
+from ..message_parts import arguments_in, check_parts, text_of, thought_of
 from ..templates.rendering import Rendering
 from ..templates.sandbox import TemplateRefused
 from ..templates.template_probe import ABSENT, NULL, CallForm, Seen
+from .placeholders import check_shown, refuse_placeholders
 from .protocol import NEUTRAL_IN_MESSAGES, ChatMessage, MadeCall, refuse_unsupported
 
 _ROLES_OF_RULES = {"system", "developer"}
-_NO_ARGUMENTS = ("", "null", "None")  # `arguments` that clients send for a call without arguments
 
 
 class TemplateFields(Protocol):
@@ -53,7 +53,7 @@ class Renders(Protocol):
     @property
     def settings(self) -> ApiSettings: ...
     @property
-    def reads_pictures(self) -> bool: ...
+    def picture_placeholder(self) -> str | None: ...  # None: the model reads only text
 
 
 async def render(
@@ -65,7 +65,8 @@ async def render(
     """Return the prompt text of a conversation. `tools` are in the form for the chat template.
     Raises ApiError for invalid messages, for a message that the template would leave out, for
     fields that contradict each other, and for a conversation that the template refuses."""
-    _check_messages(front.settings, messages, reads_pictures=front.reads_pictures)
+    placeholder = front.picture_placeholder
+    _check_messages(front.settings, messages, reads_pictures=placeholder is not None)
     if front.template is None:
         raise _no_template(front)
     goes_on = bool(fields.continue_final_message)
@@ -89,9 +90,11 @@ async def render(
         _variables(front, fields),
         tools,
     )
+    if placeholder is not None:
+        refuse_placeholders(placeholder, messages, tools, rendering.variables)
     try:
         async with asyncio.timeout(front.settings.request_timeout_seconds):  # the queue counts too
-            return await _prompt(rendering, messages, goes_on=goes_on)
+            return await _prompt(rendering, messages, placeholder, goes_on=goes_on)
     except TemplateRefused as error:
         raise ApiError(str(error), param="messages", code="chat_template_failed") from None
 
@@ -144,7 +147,9 @@ def _no_template(front: Renders) -> ApiError:
     return ApiError(message, param="messages", code="no_chat_template")
 
 
-async def _prompt(rendering: Rendering, messages: list[ChatMessage], *, goes_on: bool) -> str:
+async def _prompt(
+    rendering: Rendering, messages: list[ChatMessage], placeholder: str | None, *, goes_on: bool
+) -> str:
     form = CallForm()
     if any(message.tool_calls or message.role == "tool" for message in messages):
         form = await rendering.call_form()
@@ -168,6 +173,8 @@ async def _prompt(rendering: Rendering, messages: list[ChatMessage], *, goes_on:
     if left_out:
         place = origins[left_out[0]]
         raise _left_out(place, messages[place])
+    if placeholder is not None:
+        await check_shown(placeholder, rendering, messages, seen, origins)
     return prompt
 
 
@@ -287,7 +294,7 @@ def _call(call: MadeCall, form: CallForm) -> Seen:
     """Return a call in the template's form. Arguments that are not a JSON object become a text, or
     {} if the template accepts no text."""
     given = call.function.arguments
-    found = _object_in(given)
+    found = arguments_in(given)
     arguments: object = found
     if found is None:
         arguments = _plain_text(given) if form.as_text or form.takes_text else {}
@@ -299,22 +306,9 @@ def _call(call: MadeCall, form: CallForm) -> Seen:
 
 
 def _call_as_text(call: MadeCall) -> str:
-    found = _object_in(call.function.arguments)
+    found = arguments_in(call.function.arguments)
     arguments = _plain_text(call.function.arguments) if found is None else found
     return _json({"name": call.function.name, "arguments": arguments})
-
-
-def _object_in(given: object) -> dict[str, Any] | None:
-    """Return a call's arguments as an object, {} for a call without arguments; None if the
-    arguments are no JSON object, as in an answer that was cut off."""
-    if given is None or (isinstance(given, str) and given.strip() in _NO_ARGUMENTS):
-        return {}
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError):
-            return None
-    return given if isinstance(given, dict) else None
 
 
 def _plain_text(given: object) -> str:
@@ -394,9 +388,9 @@ class ConversationRenderer:
         tokenizer: Tokenizer,
         source: str | None = None,
         *,
-        reads_pictures: bool = False,
+        picture_placeholder: str | None = None,
     ) -> None:
-        self.settings, self.reads_pictures = ApiSettings(), reads_pictures
+        self.settings, self.picture_placeholder = ApiSettings(), picture_placeholder
         self.tokenizer = tokenizer
         self.template: ChatTemplate | None
         if source is None:

@@ -16,6 +16,7 @@ import msgspec
 from starlette.requests import HTTPConnection
 
 from .....tiers.settings.format import format_value
+from ....pictures.picture_budget import PictureReservation
 from ....request.core_messages import (
     INVALID_GRAMMAR,
     NO_EXTRAS,
@@ -54,6 +55,7 @@ class Task(NamedTuple):
     params: SamplingParams
     embeds: bytes = b""  # a file of embeddings in place of the prompt's tokens
     pictures: Sequence[Picture] = ()
+    reservation: PictureReservation | None = None  # of the pictures' memory
 
 
 @dataclass(slots=True)
@@ -72,6 +74,7 @@ class Generation:
     decoder: Decoder | None = None  # decodes the tokens; None: the tokenizer decodes the tokens
     tool: str = ""  # the first tool that the answer has called
     has_text: bool = False  # the answer has text besides thoughts and tool calls
+    reservation: PictureReservation | None = None  # None: the request holds no pictures
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -92,6 +95,8 @@ class Generation:
                 )
             ) as stream:
                 async for output in stream:
+                    if self.reservation is not None:
+                        self._drop_pictures()
                     watch.record_output(output)
                     if self.calls is not None:
                         self.calls.read(output)
@@ -104,6 +109,8 @@ class Generation:
                     yield output
         finally:
             watch.close()
+            if self.reservation is not None:
+                self._drop_pictures()
 
     @property
     def begun_too_late(self) -> str:
@@ -116,6 +123,12 @@ class Generation:
             "max_tokens was used up in the thought, before the answer began: raise it, or end the "
             "thought sooner with thinking_token_budget"
         )
+
+    def _drop_pictures(self) -> None:
+        """Drop the pixels, which the engine has taken over, and their reservation."""
+        extras = self.request.extras or NO_EXTRAS
+        self.request.extras = msgspec.structs.replace(extras, pictures=[])
+        self.reservation = None
 
     def _note_tool(self, front: Front, output: TextOutput) -> None:
         """Record the first tool that the answer called. At the end of a request that belongs to an
@@ -152,7 +165,7 @@ def make_generations(
     )
     adapter = "" if request.model in (None, front.model_name) else request.model
     generations = []
-    for place, (prompt, asked, embeds, pictures) in enumerate(tasks):
+    for place, (prompt, asked, embeds, pictures, reservation) in enumerate(tasks):
         params = without_routers_least(asked, request)
         asked_beams, beams = beams_of(request, params, embeds), None
         # A prefill node only computes the prompt, so a prefill node runs no beam search.
@@ -174,6 +187,7 @@ def make_generations(
                 extras=_extras(handed, embeds, job, adapter, pictures),
             )
             generation = Generation(index, message, child, keeps_tokens, arrival_seconds)
+            generation.reservation = reservation
             generation.hands_over_alone = is_alone and handed is not None and handed.hand_over
             generations.append(generation)
         share_prompt([each.request for each in generations[-n:]], beams)

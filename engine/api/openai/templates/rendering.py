@@ -27,9 +27,9 @@ class Rendering:
 
     async def render(self, seen: Sequence[Seen]) -> tuple[str, list[int]]:
         """Return the prompt, and the indices of the messages that the template left out."""
-        text = await self._prompt(seen)
+        text = await self.make_prompt(seen)
         shape = (self.opens_turn, bool(self.tools), msgspec.json.encode(self.variables))
-        return text, await self.template.probe.left_out(text, seen, shape, self._prompt)
+        return text, await self.template.probe.left_out(text, seen, shape, self.make_prompt)
 
     async def call_form(self) -> CallForm:
         """Return the form of tool calls that the template shows in this conversation."""
@@ -39,7 +39,8 @@ class Rendering:
         """Return whether the template shows a message of role `other` after one of role `one`."""
         return await self.template.probe.takes_both(self._plain, one, other)
 
-    async def _prompt(self, seen: Sequence[Seen]) -> str:
+    async def make_prompt(self, seen: Sequence[Seen]) -> str:
+        """Return the prompt without a search for messages that the template left out."""
         given = await self._given(seen)
         return await self._render(given, self.tools, self.opens_turn, self.variables)
 
