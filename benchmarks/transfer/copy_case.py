@@ -109,7 +109,7 @@ class Rig:
         self._stamp = 0
 
     def stamp(self, region: Bytes) -> None:
-        """Write a new stamp, which no earlier block had, to every block of a region."""
+        """Write a different number to each block of a region; no number is used twice."""
         for block in region:
             self._stamp += 1
             block[:8] = np.frombuffer(self._stamp.to_bytes(8, "little"), np.uint8)

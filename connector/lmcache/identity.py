@@ -7,8 +7,9 @@ determine the chunk's bytes.
     key     = digest | group 0 | shard 0 of 1                               (40 bytes, docs/abi.md)
 
 If the model's files are on this machine, `model` is a digest of the files (model_names.py).
-LMCache's kv rank contains world size and rank, and LMCache's hash covers token ids. Shapes and
-dtypes, which LMCache's key lacks, are in the root, and each root has its own tiers."""
+LMCache's kv rank contains world size and rank, and LMCache's hash covers token ids. LMCache's
+key lacks shapes and dtypes, so the root covers these. Chunks with different roots are stored in
+separate tiers."""
 
 from __future__ import annotations
 

@@ -260,8 +260,8 @@ class JobQueue(FCFSQueue):
 
 
 class ContinuumPolicy(FCFSPolicy):
-    """First come, first served, but requests of jobs with pinned blocks come first. A request of a
-    job without a pin is preempted first."""
+    """Like `FCFSPolicy`, but a request goes ahead of all others if its job (an agent's sequence of
+    requests) has blocks pinned in the pool. A request of a job without a pin is preempted first."""
 
     pins_turns = True
 

@@ -123,7 +123,7 @@ class History:
         self.trim_to_limit()
 
     def mark_gone(self, keys: Iterable[bytes]) -> None:
-        """Mark `keys` as no longer held by the owner; unknown keys are ignored."""
+        """Mark `keys` as evicted or dropped from the tier; unknown keys are ignored."""
         for key in keys:
             block = self.blocks.get(key)
             if block is not None and block.held:

@@ -12,8 +12,8 @@ state of the token before:
     proposes                 t2         t3         t4
 
 The content of a slot depends only on the tokens up to its own token. So a block's content depends
-only on the tokens that its key covers. After a cache hit no token is computed again, because a
-block's last slot has the hidden state for the next slot. Other engines combine token i + 1 and
+only on the tokens that its key covers. After a cache hit the model need not compute the last
+cached token again: the block's last slot has this token's hidden state, which the next slot needs. Other engines combine token i + 1 and
 hidden state i in slot i; the last slot of a block then depends on a token after the block. The
 drafts are the same with either pairing, since only distances between rotary positions matter.
 

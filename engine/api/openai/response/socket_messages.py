@@ -55,8 +55,8 @@ def close_code(error: ApiError) -> int:
 
 
 def only_disconnect(receive: Receive) -> Receive:
-    """Return an ASGI `receive` for the time after a prompt's last part. The `receive` returns
-    http.disconnect, and raises ApiError for a further message of the client."""
+    """Return an ASGI `receive` for the time after a prompt's last part. If the client disconnects,
+    the returned function returns `http.disconnect`; for any other message it raises ApiError."""
 
     async def receive_end() -> Message:
         message = await receive()
