@@ -12,10 +12,11 @@ state of the token before:
     proposes                 t2         t3         t4
 
 The content of a slot depends only on the tokens up to its own token. So a block's content depends
-only on the tokens that its key covers. After a cache hit the model need not compute the last
-cached token again: the block's last slot has this token's hidden state, which the next slot needs. Other engines combine token i + 1 and
-hidden state i in slot i; the last slot of a block then depends on a token after the block. The
-drafts are the same with either pairing, since only distances between rotary positions matter.
+only on the tokens that its key covers. After a cache hit the model need not compute the last cached
+token again: the block's last slot has this token's hidden state, which the next slot needs. Other
+engines combine token i + 1 and hidden state i in slot i; the last slot of a block then depends on a
+token after the block. The drafts are the same with either pairing, since only distances between
+rotary positions matter.
 
 The first draft is computed from a hidden state of the model, later drafts from hidden states of the
 head. After the model has accepted drafts, their K and V in the head are computed again from the
