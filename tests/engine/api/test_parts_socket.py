@@ -8,6 +8,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -108,8 +109,9 @@ def test_bad_messages_are_refused_by_name(
     code: int,
 ) -> None:
     with dial() as ws:
-        for each in messages:
-            ws.send(each)
+        with suppress(ConnectionClosed):
+            for each in messages:
+                ws.send(each)
         error, closed = hear_error(ws)
     assert error["param"] == param, error
     assert closed == code
@@ -125,7 +127,8 @@ def test_a_full_engine_asks_a_socket_to_try_later(
     sessions.most_sessions = 0
     try:
         with dial() as ws:
-            say(ws, *lines_of([IDS, IDS]), {"is_last": True})
+            with suppress(ConnectionClosed):  # the refusal may come before the last part is sent
+                say(ws, *lines_of([IDS, IDS]), {"is_last": True})
             error, closed = hear_error(ws)
     finally:
         sessions.most_sessions = before
