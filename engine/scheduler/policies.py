@@ -260,8 +260,9 @@ class JobQueue(FCFSQueue):
 
 
 class ContinuumPolicy(FCFSPolicy):
-    """Like `FCFSPolicy`, but a request goes ahead of all others if its job (an agent's sequence of
-    requests) has blocks pinned in the pool. A request of a job without a pin is preempted first."""
+    """`FCFSPolicy` for agents. A job is an agent's sequence of requests. Requests of jobs with
+    pinned blocks go ahead of all others. A request of a job without pinned blocks is preempted
+    first."""
 
     pins_turns = True
 

@@ -11,6 +11,7 @@ belongs to one thread."""
 from __future__ import annotations
 
 import itertools
+import logging
 import socket
 import threading
 import time
@@ -23,6 +24,8 @@ import msgspec
 from ....tiers.settings.values import ConfigError
 from ...worker.adapter_slots import ReadAdapter
 from ..executor import ExecutorDied
+
+logger = logging.getLogger(__name__)
 
 READ_SECONDS = 600.0  # enough for a large adapter on a slow disk
 
@@ -109,8 +112,10 @@ class AdapterReads:
             with self._socket.makefile("rb") as lines:
                 for line in lines:
                     self._save(_answer_decoder.decode(line))
-        except (OSError, ValueError):
-            pass  # it ends like a connection that the worker has closed
+        except OSError:
+            pass  # the worker has closed the connection
+        except Exception:
+            logger.exception("answers about adapters are received no longer")
         with self._lock:
             self._has_ended = True
             for future in self._pending.values():
@@ -150,18 +155,25 @@ class AdapterReader:
         _close(self._socket)
 
     def _receive_asks(self) -> None:
-        with self._socket.makefile("rb") as lines:
-            for line in lines:
-                ask = _ask_decoder.decode(line)
-                if ask.path is None:
-                    self._found.pop(ask.number, None)
-                    continue
-                thread = threading.Thread(
-                    target=self._read, args=(ask.number, Path(ask.path)), name="adapter-load",
-                    daemon=True,
-                )  # fmt: skip
-                self._threads = {each for each in self._threads if each.is_alive()} | {thread}
-                thread.start()
+        try:
+            with self._socket.makefile("rb") as lines:
+                for line in lines:
+                    self._serve_ask(_ask_decoder.decode(line))
+        except OSError:
+            pass  # the executor has closed the connection
+        except Exception:
+            logger.exception("adapters are read no longer")
+            _close(self._socket)  # ends the reads that the executor waits for
+
+    def _serve_ask(self, ask: Ask) -> None:
+        if ask.path is None:
+            self._found.pop(ask.number, None)
+            return
+        thread = threading.Thread(
+            target=self._read, args=(ask.number, Path(ask.path)), name="adapter-load", daemon=True
+        )
+        thread.start()
+        self._threads = {each for each in self._threads if each.is_alive()} | {thread}
 
     def _read(self, number: int, path: Path) -> None:
         try:

@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +275,12 @@ class SlowLoads:
         self._read = live.core.executor.read_adapter
         monkeypatch.setattr(live.core.executor, "read_adapter", self._slow)
 
+    def begin(self, pool: ThreadPoolExecutor, *args: Any, **options: Any) -> Future[httpx.Response]:
+        """Begin a load in a thread, and wait until the engine reads the adapter."""
+        future = pool.submit(load, *args, **options)
+        assert self.begun.wait(WAIT_SECONDS)
+        return future
+
     def _slow(self, path: Path) -> Any:
         self.begun.set()
         assert self.may_go_on.wait(WAIT_SECONDS)
@@ -286,8 +292,7 @@ def test_two_loads_of_one_name_at_once(
 ) -> None:
     slow = SlowLoads(live, monkeypatch)
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(load, http, "x", "b")
-        assert slow.begun.wait(WAIT_SECONDS)
+        first = slow.begin(pool, http, "x", "b")
         refused(load(http, "x", "a", load_inplace=True), 400, "is being loaded; wait for that")
         refused(unload(http, "x"), 404, "x")
         assert tokens(http, "first"), "requests go on"
@@ -342,8 +347,7 @@ def test_a_load_that_the_shutdown_ends(
 ) -> None:
     slow = SlowLoads(live, monkeypatch)
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(load, http, "x", "b")
-        assert slow.begun.wait(WAIT_SECONDS)
+        first = slow.begin(pool, http, "x", "b")
         live.loop.call_soon_threadsafe(live.app.state.in_flight.abort_all)
         try:
             refused(first.result(WAIT_SECONDS), 503, "the server is shutting down")

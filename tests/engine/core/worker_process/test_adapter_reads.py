@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -95,7 +95,7 @@ def test_a_worker_that_ends_while_it_reads_fails_the_load(
 
 
 class Ends:
-    """Both ends in one process; the reader waits for `answers`."""
+    """The two ends in one process; the reader waits for `answer`."""
 
     def __init__(self) -> None:
         self.answer: Future[int] = Future()
@@ -136,3 +136,12 @@ def test_other_errors_keep_their_words(ends: Ends) -> None:
     ends.answer.set_exception(MemoryError("too large"))
     with pytest.raises(RuntimeError, match="MemoryError: too large"):
         ends.reads.read_adapter(Path("/large"))
+
+
+def test_a_line_that_is_no_message_ends_the_reads(ends: Ends) -> None:
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit(ends.reads.read_adapter, Path("a"))
+        ends.reads._socket.sendall(b"no JSON\n")
+        with pytest.raises(ExecutorDied):
+            read.result(WAIT_SECONDS)
+        ends.answer.set_result(8)
